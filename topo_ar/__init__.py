@@ -1,0 +1,1 @@
+"""Topology-aware hierarchical all-reduce for data-parallel training."""

@@ -1,0 +1,1 @@
+"""The topo-ar command, one file a verb."""

@@ -1,0 +1,1 @@
+"""Several real hosts on one Linux machine."""

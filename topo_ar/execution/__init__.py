@@ -1,0 +1,1 @@
+"""Running a schedule under torch.distributed."""

@@ -1,0 +1,1 @@
+"""One figure a function, from result files only."""

@@ -1,0 +1,1 @@
+"""Where the engine plugs into training code."""

@@ -1,0 +1,1 @@
+"""Which all-reduce to run, what it costs, and what nothing can beat."""

@@ -1,0 +1,1 @@
+"""Result records, metrics and traces."""

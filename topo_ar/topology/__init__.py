@@ -1,0 +1,1 @@
+"""What the machine is: devices, links, and where ranks sit."""

@@ -1,0 +1,1 @@
+"""Foreign topology descriptions, one format a file."""
