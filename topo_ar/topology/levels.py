@@ -1,15 +1,36 @@
 """The two levels a planner thinks in: ranks inside a node, nodes joined by their NICs."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from topo_ar.topology.model import Source
+from topo_ar.errors import TopologyError
+from topo_ar.topology.model import Device, DeviceKind, Figure, Link, LinkKind, Source, Topology
+
+_FAST = frozenset({LinkKind.NVLINK, LinkKind.XGMI})
+_SLOW = frozenset({LinkKind.PCIE, LinkKind.C2C, LinkKind.SHM})
+_RELAYS = frozenset(
+    {DeviceKind.NVSWITCH, DeviceKind.SWITCH, DeviceKind.HOST, DeviceKind.PCIE_SWITCH}
+)
+
+# Seconds a message needs where no link says: the hardware latencies of NCCL 2.30.7's tuning table
+# (ring, Simple: NVLink 3.4, PCI 5.7, network 14 us); shared memory between processes is a guess.
+_MESSAGE_SECONDS = {
+    LinkKind.NVLINK: 3.4e-6,
+    LinkKind.XGMI: 3.4e-6,
+    LinkKind.C2C: 3.4e-6,
+    LinkKind.PCIE: 5.7e-6,
+    LinkKind.SHM: 20e-6,
+}
+_NETWORK_SECONDS = 14e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
     """What one port carries: bytes/s in one direction, and the latency in seconds.
 
-    `payload` is the effective rate; it equals `nominal` where nothing better is known.
+    `payload` is the effective rate; it equals `nominal` where nothing better is known, and the
+    other way round. `latency` is that of a whole message from one port to another: both links of
+    a way over a switch. `source` is that of `payload`.
     """
 
     nominal: float
@@ -38,3 +59,156 @@ class Levels:
     def world_size(self) -> int:
         """The number of ranks over all nodes."""
         return sum(len(node.ranks) for node in self.nodes)
+
+
+def levels(topology: Topology) -> Levels:
+    """Return the two levels of `topology`: nodes ordered by their lowest rank.
+
+    The port of a rank inside its node is the sum of its NVLink or XGMI links; the link to the
+    PCIe tree, to the CPU or to shared memory where it has none. A node is as fast as its slowest
+    port. Where NVLink or XGMI do not join all ranks of a node (two hives, one bridged pair), the
+    nominal rate stays that of the port, and the payload is what the PCIe tree carries.
+    The rate of a NIC is the smaller of its cable and its PCIe link; NICs with the attribute
+    ``data`` false are left out. Time and memory grow linearly with devices and links.
+
+    Raises
+    ------
+    TopologyError
+        If there are no ranks, a rank belongs to no node, or a rank's port or (with several nodes)
+        a NIC has no known rate; the message names the device.
+    """
+    if not topology.ranks:
+        raise TopologyError(
+            f"topology {topology.name!r} has no ranks, so there are no levels; "
+            "list the device of each rank under `ranks`"
+        )
+    devices = {device.id: device for device in topology.devices}
+    links = _links_by_device(topology.links)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, device_id in enumerate(topology.ranks):
+        node = devices[device_id].node
+        if node is None:
+            raise TopologyError(f"rank {rank} sits on {device_id!r}, which belongs to no node")
+        ranks_of.setdefault(node, []).append(rank)
+    nics_of: dict[str, list[Rate]] = {node: [] for node in ranks_of}
+    for device in topology.devices:
+        if device.kind is DeviceKind.NIC and device.node in nics_of and _carries_data(device):
+            rate = _nic_rate(device, links.get(device.id, ()), devices)
+            if rate is not None:
+                nics_of[device.node].append(rate)
+            elif len(ranks_of) > 1:
+                raise TopologyError(
+                    f"NIC {device.id!r} has no link with a known rate; "
+                    "give its link to the network a nominal bandwidth"
+                )
+    nodes = (
+        NodeLevel(
+            name=node,
+            ranks=tuple(ranks),
+            intra=_intra_rate([devices[topology.ranks[rank]] for rank in ranks], links, devices),
+            nics=tuple(nics_of[node]),
+        )
+        for node, ranks in ranks_of.items()
+    )
+    return Levels(tuple(nodes))
+
+
+def _links_by_device(links: Iterable[Link]) -> dict[str, list[Link]]:
+    by_device: dict[str, list[Link]] = {}
+    for link in links:
+        by_device.setdefault(link.a, []).append(link)
+        by_device.setdefault(link.b, []).append(link)
+    return by_device
+
+
+def _carries_data(nic: Device) -> bool:
+    return nic.attributes.get("data", True) is not False
+
+
+def _intra_rate(
+    ranks: Sequence[Device], links: Mapping[str, Sequence[Link]], devices: Mapping[str, Device]
+) -> Rate:
+    fast = [_port(rank, links.get(rank.id, ()), _FAST, devices) for rank in ranks]
+    slow = [_port(rank, links.get(rank.id, ()), _SLOW, devices) for rank in ranks]
+    ports = [a or b for a, b in zip(fast, slow, strict=True)]
+    known = [port for port in ports if port is not None]
+    if len(known) < len(ranks):
+        if len(ranks) == 1:
+            # A lone rank moves nothing inside its node.
+            return Rate(float("inf"), float("inf"), 0.0, Source.ASSUMED)
+        rank = ranks[ports.index(None)]
+        raise TopologyError(
+            f"{rank.id!r} holds a rank but no link with a known rate; "
+            "give one of its links a nominal bandwidth"
+        )
+    nominal = min(port.nominal for port in known)
+    slowest = min(known, key=lambda port: port.payload)
+    if any(fast) and not _joined([rank.id for rank in ranks], links):
+        slowest = min((port for port in slow if port), key=lambda p: p.payload, default=slowest)
+    latency = max(port.latency for port in known)
+    return Rate(nominal, min(slowest.payload, nominal), latency, slowest.source)
+
+
+def _joined(ranks: Sequence[str], links: Mapping[str, Sequence[Link]]) -> bool:
+    """Return whether NVLink or XGMI alone lead from the first rank to every other."""
+    seen = {ranks[0]}
+    pending = [ranks[0]]
+    while pending:
+        here = pending.pop()
+        for link in links.get(here, ()):
+            there = link.b if link.a == here else link.a
+            if link.kind in _FAST and there not in seen:
+                seen.add(there)
+                pending.append(there)
+    return seen.issuperset(ranks)
+
+
+def _port(
+    device: Device,
+    links: Sequence[Link],
+    kinds: frozenset[LinkKind],
+    devices: Mapping[str, Device],
+) -> Rate | None:
+    """Return the sum of the links of these kinds, or None where no rate is known."""
+    chosen = [link for link in links if link.kind in kinds and _payload(link) is not None]
+    if not chosen:
+        return None
+    payloads = [figure for link in chosen if (figure := _payload(link))]
+    nominals = [figure for link in chosen if (figure := link.nominal or link.effective)]
+    return Rate(
+        nominal=sum(figure.value for figure in nominals),
+        payload=sum(figure.value for figure in payloads),
+        latency=max(_message_seconds(device.id, link, devices) for link in chosen),
+        source=payloads[0].source,
+    )
+
+
+def _payload(link: Link) -> Figure | None:
+    return link.effective or link.nominal
+
+
+def _message_seconds(device_id: str, link: Link, devices: Mapping[str, Device]) -> float:
+    """Return the seconds of a message: once over a direct link, twice where it ends in a relay."""
+    if link.latency is None:
+        return _MESSAGE_SECONDS.get(link.kind, _NETWORK_SECONDS)
+    far = devices[link.b if link.a == device_id else link.a]
+    # A CPU forwards for PCIe; over shared memory it is itself a rank.
+    relayed = far.kind in _RELAYS or (far.kind is DeviceKind.CPU and link.kind is not LinkKind.SHM)
+    return link.latency.value * (2 if relayed else 1)
+
+
+def _nic_rate(nic: Device, links: Sequence[Link], devices: Mapping[str, Device]) -> Rate | None:
+    """Return the smaller of cable and PCIe; the latency is the cable's."""
+    network = frozenset({LinkKind.INFINIBAND, LinkKind.ETHERNET})
+    cable = _port(nic, links, network, devices)
+    bus = _port(nic, links, frozenset({LinkKind.PCIE, LinkKind.C2C}), devices)
+    sides = [side for side in (cable, bus) if side is not None]
+    if not sides:
+        return None
+    slower = min(sides, key=lambda side: side.payload)
+    return Rate(
+        nominal=min(side.nominal for side in sides),
+        payload=slower.payload,
+        latency=cable.latency if cable else _NETWORK_SECONDS,
+        source=slower.source,
+    )
