@@ -1,0 +1,205 @@
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.jobs import blocks, communicator
+from topo_ar.errors import ExecutionError
+
+SHAPES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (3, 2), (4, 2), (4, 1), (8, 1)]
+DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16]
+SIZES = [0, 1, 7, 1000, 65_537, 700_001]
+
+
+def _integers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return ((torch.arange(numel) * 7 + rank * 3) % 11).to(dtype)
+
+
+def _sums_are_exact(rank: int, world_size: int, hosts: list[int]) -> list[str]:
+    wrong = []
+    with communicator(rank, hosts, plan="hierarchical") as made:
+        pending = []
+        for dtype in DTYPES:
+            for numel in SIZES:
+                tensor = _integers(rank, numel, dtype)
+                expected = sum(_integers(r, numel, dtype).double() for r in range(world_size))
+                pending.append((tensor, expected.to(dtype), made.all_reduce(tensor)))
+        for tensor, expected, future in pending:
+            future.wait()
+            if not torch.equal(tensor, expected):
+                wrong.append(f"{tensor.dtype} {tensor.numel()}")
+        families = {prepared.plan.family for prepared in made._prepared.values()}
+        if len(hosts) > 1 and all(str(f) == "flat_ring" for f in families):
+            wrong.append("only the plain path ran")
+    return wrong
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_integer_sums_are_exact_for_every_dtype_and_size(ranks, shape) -> None:
+    hosts = blocks(*shape)
+    assert ranks.run(_sums_are_exact, len(hosts), hosts) == [[]] * len(hosts)
+
+
+def test_ranks_dealt_round_robin_form_their_nodes(ranks) -> None:
+    assert ranks.run(_sums_are_exact, 4, [0, 1, 0, 1]) == [[]] * 4
+
+
+def _nodes(rank: int, world_size: int, hosts: list[int]) -> tuple[tuple[int, ...], ...]:
+    with communicator(rank, hosts) as made:
+        return made.nodes
+
+
+def test_nodes_come_from_the_handshake(ranks) -> None:
+    assert ranks.run(_nodes, 4, [0, 1, 0, 1]) == [((0, 2), (1, 3))] * 4
+    assert ranks.run(_nodes, 3, [5, 5, 5]) == [((0, 1, 2),)] * 3
+
+
+def _same_bits(rank: int, world_size: int, hosts: list[int]) -> list[bytes]:
+    found = []
+    with communicator(rank, hosts, plan="hierarchical") as made:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                generator = torch.Generator().manual_seed(rank)
+                tensor = torch.randn(300_000, generator=generator).to(dtype)
+                made.all_reduce(tensor, op).wait()
+                found.append(tensor.view(torch.uint8).numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 4), (4, 2)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_all_ranks_end_with_the_same_bits(ranks, shape) -> None:
+    hosts = blocks(*shape)
+    results = ranks.run(_same_bits, len(hosts), hosts)
+    assert all(result == results[0] for result in results)
+    total = sum(
+        torch.randn(300_000, generator=torch.Generator().manual_seed(r)).double()
+        for r in range(len(hosts))
+    )
+    got = torch.frombuffer(bytearray(results[0][0]), dtype=torch.float32).double()
+    # Seven roundings at most, each of half a unit in the last place of a partial sum below 32.
+    assert (got - total).abs().max() < 7 * 2**-20
+    average = torch.frombuffer(bytearray(results[0][5]), dtype=torch.bfloat16).double()
+    assert (average - total / len(hosts)).abs().max() < 2 * 2**-8 * 4
+
+
+def _half_averages(rank: int, world_size: int, hosts: list[int]) -> float:
+    with communicator(rank, hosts, plan="hierarchical") as made:
+        tensor = torch.full((1000,), 60_000.0, dtype=torch.float16)
+        made.all_reduce(tensor, dist.ReduceOp.AVG).wait()
+        return float(tensor.unique())
+
+
+def test_a_half_precision_average_does_not_overflow(ranks) -> None:
+    assert ranks.run(_half_averages, 8, blocks(2, 4)) == [60_000.0] * 8
+
+
+def _many_under_delays(rank: int, world_size: int, hosts: list[int]) -> int:
+    random.seed(rank)
+    wrong = 0
+    with communicator(rank, hosts, plan="hierarchical") as made:
+        for iteration in range(200):
+            buckets = [
+                torch.full((numel,), float(rank + iteration + i))
+                for i, numel in enumerate((4000, 9000, 4000, 70_000))
+            ]
+            futures = []
+            for bucket in buckets:
+                if random.random() < 0.1:
+                    time.sleep(random.random() * 0.002)
+                futures.append(made.all_reduce(bucket))
+            for i, future in enumerate(futures):
+                expected = sum(r + iteration + i for r in range(world_size))
+                wrong += int(not torch.equal(future.wait(), torch.full_like(buckets[i], expected)))
+    return wrong
+
+
+def test_two_hundred_steps_under_random_delays_are_right(ranks) -> None:
+    assert ranks.run(_many_under_delays, 4, blocks(2, 2)) == [0] * 4
+
+
+def _chained(rank: int, world_size: int) -> int:
+    """The design that the package avoids: stages chained on futures of gloo groups."""
+    intra = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    inter = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    random.seed(rank)
+    wrong = 0
+    for iteration in range(30):
+        buckets = [torch.full((4000,), float(rank + iteration + 10 * i)) for i in range(6)]
+        finals = []
+        for bucket in buckets:
+            time.sleep(random.random() * 0.001)
+            half = bucket[(rank % 2) * 2000 : (rank % 2 + 1) * 2000]
+
+            def second(_: object, half: torch.Tensor = half) -> object:
+                return dist.all_reduce(half, group=inter, async_op=True).get_future().wait()
+
+            first = dist.all_reduce(bucket, group=intra, async_op=True).get_future()
+            finals.append((first.then(second), half))
+        for i, (future, half) in enumerate(finals):
+            future.wait()
+            expected = sum(r + iteration + 10 * i for r in range(world_size))
+            wrong += int(not torch.equal(half, torch.full_like(half, expected)))
+    return wrong
+
+
+def test_chained_futures_are_wrong_where_tickets_are_right(ranks) -> None:
+    """Negative control: the hazard is real on this machine, so the test above can find it."""
+    wrong = ranks.run(_chained, 4, deadline_s=30.0)
+    assert sum(wrong) > 0
+
+
+def _mismatch(rank: int, world_size: int, hosts: list[int]) -> str:
+    try:
+        with communicator(rank, hosts, plan="hierarchical") as made:
+            made.all_reduce(torch.zeros(100_000 + 64 * (rank == 3))).wait()
+    except ExecutionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_different_sizes_are_an_error_on_every_rank(ranks) -> None:
+    for text in ranks.run(_mismatch, 4, blocks(2, 2)):
+        assert "another size, dtype, operation or plan" in text
+
+
+def _refusals(rank: int, world_size: int) -> list[str]:
+    texts = []
+    with communicator(rank, [0] * world_size) as made:
+        for tensor, op in (
+            (torch.zeros(4, 4)[:, 0], dist.ReduceOp.SUM),
+            (torch.zeros(4, dtype=torch.int64), dist.ReduceOp.AVG),
+        ):
+            try:
+                made.all_reduce(tensor, op)
+            except ValueError as error:
+                texts.append(str(error))
+    return texts
+
+
+def test_what_cannot_be_right_is_refused_before_anything_is_sent(ranks) -> None:
+    for texts in ranks.run(_refusals, 2):
+        assert "contiguous" in texts[0]
+        assert "AVG of torch.int64" in texts[1]
+
+
+def _plain_kinds(rank: int, world_size: int, hosts: list[int]) -> list[object]:
+    with communicator(rank, hosts) as made:
+        flag = torch.tensor([rank == 0])
+        most = torch.tensor([float(rank)])
+        made.all_reduce(flag, dist.ReduceOp.BOR).wait()
+        made.all_reduce(most, dist.ReduceOp.MAX).wait()
+        total = torch.full((5000,), float(rank))
+        made.all_reduce(total).wait()
+        return [bool(flag), float(most), float(total.unique()), made.plain_reason]
+
+
+def test_other_operations_take_the_plain_path_in_order(ranks) -> None:
+    assert ranks.run(_plain_kinds, 4, blocks(2, 2)) == [[True, 3.0, 6.0, None]] * 4
+
+
+def test_uneven_nodes_take_the_plain_path_and_say_so(ranks) -> None:
+    for flag, most, total, reason in ranks.run(_plain_kinds, 3, [0, 0, 1]):
+        assert (flag, most, total) == (True, 2.0, 3.0)
+        assert reason == "nodes hold [2, 1] ranks, not equally many"

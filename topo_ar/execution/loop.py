@@ -1,0 +1,249 @@
+"""The communication thread of a rank: one event loop over tickets, in the order they were taken.
+
+Each turn moves what can be moved. When nothing moved, the thread yields its core a bounded number
+of times (cheap where compute waits for the core) and then blocks until a peer wakes it, a socket is
+ready, a co-located process ends or the deadline passes.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from topo_ar.errors import ExecutionError
+from topo_ar.execution.guard import Failure, decode_failure, failure_of
+from topo_ar.execution.pipeline import Collective, Pipeline
+from topo_ar.planning.schedule import Stage
+
+logger = logging.getLogger("topo_ar")
+
+YIELDS_BEFORE_BLOCKING = 50
+# A wake-up can be missed when two ranks finish a stage within one store buffer; it costs this much.
+_RECHECK_S = 0.02
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One call of all_reduce: its future, and what is to be done for it.
+
+    `work` is a `Collective` for the pipeline, or a function that reduces by the plain path.
+    """
+
+    number: int
+    tensor: torch.Tensor
+    future: "torch.futures.Future[torch.Tensor]"
+    work: Collective | Callable[[], None]
+
+
+class Loop:
+    """Runs tickets on a thread of its own until it is closed or a collective fails.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        The chunk pipeline of this rank.
+    timeout_s : float
+        How long nothing may move while a ticket is open.
+    """
+
+    def __init__(self, pipeline: Pipeline, timeout_s: float) -> None:
+        self.pipeline = pipeline
+        self.timeout_s = timeout_s
+        self.error: ExecutionError | None = None
+        self._node = pipeline.node
+        self._flows = list(pipeline.flows.values())
+        self._incoming: deque[Ticket] = deque()
+        self._open: dict[int, Ticket] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._last_move = time.monotonic()
+        self._epoll = select.epoll()
+        self._interest: dict[int, int] = {}
+        self._wake_fd = self._node.owned.wake_read_fd
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._pid_fds = {peer.pid_fd: peer.rank for peer in self._node.peers}
+        self._ended: set[int] = set()
+        for fd in self._pid_fds:
+            self._epoll.register(fd, select.EPOLLIN)
+        pipeline.finished = self._finished
+        self._thread = threading.Thread(target=self._run, name="topo_ar", daemon=True)
+        self._thread.start()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a ticket; its future fails at once when the loop has failed or is closed."""
+        with self._lock:
+            if self.error is None and not self._closing:
+                self._incoming.append(ticket)
+                self._wake()
+                return
+        error = self.error or ExecutionError("the communicator is closed")
+        ticket.future.set_exception(error)  # type: ignore[arg-type]
+
+    def close(self, timeout_s: float) -> None:
+        """Finish open tickets, tell the node that this rank leaves, and end the thread."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        self._thread.join(timeout_s)
+        self._epoll.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # a full pipe wakes as well
+            os.write(self._node.owned.wake_write_fd, b"\0")
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+            left = Failure("it closed its communicator", (self.pipeline.rank,), "", -1, left=True)
+            self._node.owned.segment.write_failure(left.encode())
+            self._node.wake(everyone=True)
+        except BaseException as error:
+            self._fail(error)
+
+    def _serve(self) -> None:
+        idle = 0
+        while True:
+            self._admit()
+            if not self.pipeline.busy:
+                if self._closing and not self._incoming:
+                    return
+                self._block(None)
+            elif self.pipeline.turn():
+                self._last_move = time.monotonic()
+                idle = 0
+            elif idle < YIELDS_BEFORE_BLOCKING:
+                idle += 1
+                os.sched_yield()
+            else:
+                self._wait()
+                idle = 0
+
+    def _admit(self) -> None:
+        while self._incoming:
+            ticket = self._incoming[0]
+            if isinstance(ticket.work, Collective):
+                if not self.pipeline.busy:
+                    self._last_move = time.monotonic()
+                self._open[ticket.number] = ticket
+                self._incoming.popleft()
+                self.pipeline.enqueue(ticket.work)
+            elif self.pipeline.busy:
+                return
+            else:
+                self._open[ticket.number] = ticket
+                self._incoming.popleft()
+                ticket.work()
+                self._complete(ticket.number)
+
+    def _finished(self, collective: Collective) -> None:
+        self._complete(collective.number)
+
+    def _complete(self, number: int) -> None:
+        ticket = self._open.pop(number)
+        ticket.future.set_result(ticket.tensor)
+
+    def _wait(self) -> None:
+        remaining = self._last_move + self.timeout_s - time.monotonic()
+        if remaining <= 0:
+            raise self._deadline_error()
+        self._node.set_asleep(True)
+        if self.pipeline.turn():
+            self._last_move = time.monotonic()
+        else:
+            self._block(min(remaining, _RECHECK_S))
+        self._node.set_asleep(False)
+
+    def _block(self, timeout_s: float | None) -> None:
+        self._look_for_failures()
+        self._register_flows()
+        for fd, _ in self._epoll.poll(timeout_s):
+            if fd == self._wake_fd:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(fd, 4096)
+            elif fd in self._pid_fds:
+                self._epoll.unregister(fd)
+                self._ended.add(self._pid_fds[fd])
+
+    def _look_for_failures(self) -> None:
+        for rank, data in self._node.failures():
+            failure = decode_failure(data, rank)
+            if not failure.left:
+                raise _Reported(failure)
+            self._require_not_needed(rank, f"rank {rank} closed its communicator")
+        for rank in self._ended:
+            self._require_not_needed(rank, f"the process of rank {rank} ended")
+
+    def _require_not_needed(self, rank: int, what: str) -> None:
+        # A rank that has finished every open collective may go: what it published stays mapped.
+        if self.pipeline.busy and self.pipeline.needs(rank):
+            stage, _, _ = self.pipeline.waits_for()
+            raise ExecutionError(what, ranks=(rank,), stage=stage)
+
+    def _register_flows(self) -> None:
+        for flow in self._flows:
+            wanted = 0
+            if flow.outstanding and not flow.gated:
+                wanted |= select.EPOLLIN
+            if flow.wants_out:
+                wanted |= select.EPOLLOUT
+            fd = flow.fileno()
+            current = self._interest.get(fd, 0)
+            if wanted == current:
+                continue
+            if not current:
+                self._epoll.register(fd, wanted)
+            elif wanted:
+                self._epoll.modify(fd, wanted)
+            else:
+                self._epoll.unregister(fd)
+            self._interest[fd] = wanted
+
+    def _deadline_error(self) -> ExecutionError:
+        stage, ranks, what = self.pipeline.waits_for()
+        who = f"ranks {list(ranks)} {what}" if ranks else "nothing moves"
+        return ExecutionError(
+            f"nothing moved for {self.timeout_s:g} s: {who}", ranks=ranks, stage=stage
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        stage: str = Stage.FLAT
+        if self.pipeline.busy:
+            stage = self.pipeline.waits_for()[0]
+        failure = (
+            error.failure
+            if isinstance(error, _Reported)
+            else failure_of(error, self.pipeline.rank, stage)
+        )
+        final = failure.error(self.pipeline.rank)
+        final.__cause__ = None if isinstance(error, ExecutionError) else error
+        logger.error("%s", final)
+        with self._lock:
+            self.error = final
+            tickets = [*self._open.values(), *self._incoming]
+            self._open.clear()
+            self._incoming.clear()
+        data = failure.encode()
+        self._node.owned.segment.write_failure(data)
+        self._node.wake(everyone=True)
+        for flow in self._flows:
+            flow.abort(data.decode())
+        for ticket in tickets:
+            ticket.future.set_exception(final)  # type: ignore[arg-type]
+
+
+class _Reported(ExecutionError):  # noqa: N818 - carries a peer's report to `_fail`
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text, ranks=failure.ranks, stage=failure.stage)
+        self.failure = failure

@@ -1,0 +1,429 @@
+"""The pipeline of chunks in one rank: copy in, reduce, exchange, add, publish, copy out.
+
+Chunks of all collectives form one endless sequence, so the first chunk of a bucket moves while the
+tail of the one before is still on the wire. Each lane handles chunks in order and looks only at its
+next one; memory is a few slots per lane, and a lane waits until its slot is free again.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topo_ar.errors import ExecutionError
+from topo_ar.execution.kernels import Array, Kernel
+from topo_ar.execution.program import ChunkProgram
+from topo_ar.execution.transports.segment import RESULT_SLOTS, Counter
+from topo_ar.execution.transports.shm import Node
+from topo_ar.execution.transports.tcp import Flow, Kind
+from topo_ar.planning.schedule import Stage
+
+SUM_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one rank did for one chunk; `begin` and `end` are `time.monotonic` seconds."""
+
+    stage: Stage
+    chunk: int
+    what: str
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class Collective:
+    """One all-reduce in flight on this rank."""
+
+    number: int
+    fingerprint: int
+    program: tuple[ChunkProgram, ...]
+    kernel: Kernel
+    buffer: Array
+    divisor: int
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        """The number of the chunk after this collective's last."""
+        return self.first + len(self.program)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The state of one chunk on this rank."""
+
+    collective: Collective
+    program: ChunkProgram
+    awaited: int = 0
+    gathering: int = 0
+    unsent: int = 0
+    added: bool = False
+    copied_out: bool = False
+    peers: tuple[int, ...] = ()
+    wire_begin: float = 0.0
+
+
+class Pipeline:
+    """Moves chunks through the lanes of one rank; `turn` does what can be done now.
+
+    Parameters
+    ----------
+    node : Node
+        The co-located ranks.
+    rank : int
+        This rank in the schedule's numbering.
+    flows : dict
+        A flow to every rail peer.
+    slot_nbytes : int
+        Capacity of one slot.
+    """
+
+    def __init__(self, node: Node, rank: int, flows: dict[int, Flow], slot_nbytes: int) -> None:
+        self.node = node
+        self.rank = rank
+        self.flows = flows
+        self.slot_nbytes = slot_nbytes
+        self.end = 0
+        self.next_in = self.next_reduce = self.next_add = self.next_publish = self.next_out = 0
+        self.finished: Callable[[Collective], None] = lambda collective: None
+        self.spans: list[Span] | None = None
+        self._flows = list(flows.values())
+        self._chunks: dict[int, Chunk] = {}
+        self._sums = [np.empty(0, np.uint8)] * SUM_SLOTS
+        self._arrivals = {peer: [np.empty(0, np.uint8)] * SUM_SLOTS for peer in flows}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a chunk is unfinished or bytes wait to be sent."""
+        return self.next_out < self.end or any(flow.wants_out for flow in self._flows)
+
+    def enqueue(self, collective: Collective) -> None:
+        """Append the chunks of `collective`; every rank does so in the same order."""
+        collective.first = self.end
+        for program in collective.program:
+            chunk = Chunk(collective, program)
+            chunk.peers = tuple(r for r in program.rail if r != self.rank)
+            if program.parts:
+                self._expect_parts(chunk)
+            else:
+                chunk.awaited = len(chunk.peers)
+                for peer in chunk.peers:
+                    self.flows[peer].outstanding += 1
+            self._chunks[self.end] = chunk
+            self.end += 1
+
+    def _expect_parts(self, chunk: Chunk) -> None:
+        program = chunk.program
+        for peer, (begin, end) in zip(program.rail, program.parts, strict=True):
+            if peer == self.rank:
+                continue
+            mine = self._my_part(program)
+            if mine[1] > mine[0]:
+                chunk.awaited += 1
+                self.flows[peer].outstanding += 1
+            if end > begin:
+                chunk.gathering += 1
+                self.flows[peer].outstanding += 1
+
+    def _my_part(self, program: ChunkProgram) -> tuple[int, int]:
+        return program.parts[program.rail.index(self.rank)]
+
+    def turn(self) -> bool:
+        """Try every lane once, nearest to the wire first; return whether anything moved."""
+        moved = False
+        for flow in self._flows:
+            if flow.wants_out:
+                moved |= flow.flush()
+            if flow.outstanding:
+                moved |= flow.receive(self)
+        if self.next_out == self.end:
+            return moved
+        if self.next_add < self.next_reduce:
+            moved |= self._add()
+        if self.next_publish < self.next_add:
+            moved |= self._publish()
+        if self.next_reduce < self.end:
+            moved |= self._reduce()
+        if self.next_in < self.end:
+            moved |= self._copy_in()
+        if self.next_out < self.next_publish:
+            moved |= self._copy_out()
+        return moved
+
+    def _copy_in(self) -> bool:
+        index, node = self.next_in, self.node
+        if not node.staging_free(index):
+            return False
+        chunk = self._chunks[index]
+        if index == chunk.collective.first:
+            node.write_fingerprint(chunk.collective.number, chunk.collective.fingerprint)
+        if node.peers:
+            source = self._input(chunk, chunk.program.begin, chunk.program.end)
+            slot = node.owned.segment.staging(index)
+            begin = time.monotonic()
+            np.copyto(slot[: source.nbytes].view(source.dtype), source)
+            self._span(Stage.INTRA_REDUCE_SCATTER, index, "copy in", begin)
+        self.next_in = index + 1
+        node.advance(Counter.COPIED_IN, self.next_in)
+        return True
+
+    def _reduce(self) -> bool:
+        index, node = self.next_reduce, self.node
+        chunk = self._chunks[index]
+        program = chunk.program
+        if program.shard_end > program.shard_begin:
+            if node.least(Counter.COPIED_IN) <= index or not self._reducible(index, chunk):
+                return False
+            if index == chunk.collective.first:
+                self._check_fingerprints(chunk.collective)
+            begin = time.monotonic()
+            self._reduce_shard(index, chunk)
+            self._span(Stage.INTRA_REDUCE_SCATTER, index, "reduce", begin)
+        self.next_reduce = index + 1
+        node.advance(Counter.REDUCED, self.next_reduce)
+        return True
+
+    def _reducible(self, index: int, chunk: Chunk) -> bool:
+        if not chunk.peers:
+            return self._result_free(index)
+        before = self._chunks.get(index - SUM_SLOTS)
+        return before is None or (before.added and before.unsent == 0)
+
+    def _check_fingerprints(self, collective: Collective) -> None:
+        wrong = self.node.differing(collective.number, collective.fingerprint)
+        if wrong:
+            raise ExecutionError(
+                f"collective {collective.number}: ranks {list(wrong)} run another size, dtype, "
+                f"operation or plan than rank {self.rank}; all ranks must call all_reduce with "
+                "equal arguments in equal order",
+                ranks=wrong,
+                stage=Stage.INTRA_REDUCE_SCATTER,
+            )
+
+    def _reduce_shard(self, index: int, chunk: Chunk) -> None:
+        program, collective = chunk.program, chunk.collective
+        begin, end = program.shard_begin, program.shard_end
+        kernel = collective.kernel
+        if self.node.peers:
+            sources = [
+                self._slice(segment.staging(index), chunk, begin, end)
+                for segment in self.node.segments
+            ]
+        else:
+            sources = [self._input(chunk, begin, end)]
+        if not chunk.peers:
+            out = self._result(index, chunk, begin, end)
+            kernel.sum_into(out, sources, collective.divisor)
+            return
+        # A 16-bit sum may overflow between the stages, so the average is taken in the first.
+        early = collective.divisor if kernel.rounds else 1
+        out = self._sum(index, chunk, begin, end)
+        kernel.sum_into(out, sources, early)
+        chunk.wire_begin = time.monotonic()
+        if program.parts:
+            self._send_contributions(index, chunk)
+        else:
+            for peer in chunk.peers:
+                self._send(peer, Kind.EXCHANGE, index, chunk, out)
+
+    def _send_contributions(self, index: int, chunk: Chunk) -> None:
+        program = chunk.program
+        for peer, (begin, end) in zip(program.rail, program.parts, strict=True):
+            if peer != self.rank and end > begin:
+                part = self._sum(index, chunk, begin, end)
+                self._send(peer, Kind.CONTRIBUTION, index, chunk, part)
+
+    def _add(self) -> bool:
+        index = self.next_add
+        chunk = self._chunks[index]
+        if chunk.peers:
+            if chunk.awaited or not self._result_free(index):
+                return False
+            self._add_shard(index, chunk)
+        chunk.added = True
+        self.next_add = index + 1
+        return True
+
+    def _add_shard(self, index: int, chunk: Chunk) -> None:
+        program, collective = chunk.program, chunk.collective
+        begin, end = program.shard_begin, program.shard_end
+        if program.parts:
+            begin, end = self._my_part(program)
+        if end == begin:
+            return
+        stage = Stage.INTER_REDUCE_SCATTER if program.parts else Stage.INTER_EXCHANGE
+        started = time.monotonic()
+        sources = [
+            self._sum(index, chunk, begin, end)
+            if peer == self.rank
+            else self._arrival(
+                peer, index, (end - begin) * chunk.collective.kernel.storage.itemsize
+            ).view(collective.kernel.storage)
+            for peer in program.rail
+        ]
+        out = self._result(index, chunk, begin, end)
+        collective.kernel.sum_into(
+            out, sources, 1 if collective.kernel.rounds else collective.divisor
+        )
+        self._span(stage, index, "add", started)
+        if program.parts:
+            chunk.wire_begin = time.monotonic()
+            for peer in chunk.peers:
+                self._send(peer, Kind.RESULT, index, chunk, out)
+
+    def _publish(self) -> bool:
+        index = self.next_publish
+        if self._chunks[index].gathering:
+            return False
+        self.next_publish = index + 1
+        self.node.advance(Counter.PUBLISHED, self.next_publish)
+        return True
+
+    def _copy_out(self) -> bool:
+        index, node = self.next_out, self.node
+        chunk = self._chunks[index]
+        program = chunk.program
+        for owner in program.owners:
+            if node.value(Counter.PUBLISHED, owner) <= index:
+                return False
+        begin = time.monotonic()
+        target = self._input(chunk, program.begin, program.end)
+        np.copyto(target, self._result(index, chunk, program.begin, program.end))
+        self._span(Stage.INTRA_ALL_GATHER, index, "copy out", begin)
+        chunk.copied_out = True
+        self.next_out = index + 1
+        node.advance(Counter.COPIED_OUT, self.next_out)
+        self._retire(index, chunk)
+        if self.next_out == chunk.collective.end:
+            self.finished(chunk.collective)
+        return True
+
+    def destination(self, flow: Flow, kind: int, index: int, fingerprint: int) -> memoryview | None:
+        """Return where a frame's payload belongs, or None until that place is free."""
+        if index >= self.end:
+            return None
+        chunk = self._chunks[index]
+        program = chunk.program
+        if fingerprint != chunk.collective.fingerprint:
+            raise ExecutionError(
+                f"collective {chunk.collective.number}: rank {flow.rank} runs another size, dtype, "
+                f"operation or plan than rank {self.rank}; all ranks must call all_reduce with "
+                "equal arguments in equal order",
+                ranks=(flow.rank,),
+                stage=Stage.INTER_EXCHANGE,
+            )
+        if kind == Kind.RESULT:
+            if not self._result_free(index):
+                return None
+            begin, end = program.parts[program.rail.index(flow.rank)]
+            return self._result(index, chunk, begin, end).data.cast("B")
+        if index >= self.next_add + SUM_SLOTS:
+            return None
+        begin, end = program.shard_begin, program.shard_end
+        if program.parts:
+            begin, end = self._my_part(program)
+        nbytes = (end - begin) * chunk.collective.kernel.storage.itemsize
+        return self._arrival(flow.rank, index, nbytes).data
+
+    def arrived(self, flow: Flow, kind: int, index: int) -> None:
+        """Count a complete frame."""
+        chunk = self._chunks[index]
+        if kind == Kind.RESULT:
+            chunk.gathering -= 1
+            if not chunk.gathering:
+                self._span(Stage.INTER_ALL_GATHER, index, "wire", chunk.wire_begin)
+            return
+        chunk.awaited -= 1
+        if not chunk.awaited:
+            stage = Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE
+            self._span(stage, index, "wire", chunk.wire_begin)
+
+    def _send(self, peer: int, kind: Kind, index: int, chunk: Chunk, payload: Array) -> None:
+        chunk.unsent += 1
+
+        def done() -> None:
+            chunk.unsent -= 1
+            self._retire(index, chunk)
+
+        self.flows[peer].send(
+            kind, index, chunk.collective.fingerprint, payload.data.cast("B"), done
+        )
+
+    def _retire(self, index: int, chunk: Chunk) -> None:
+        if chunk.copied_out and chunk.unsent == 0:
+            self._chunks.pop(index, None)
+
+    def _result_free(self, index: int) -> bool:
+        from_before = self._chunks.get(index - RESULT_SLOTS)
+        return (from_before is None or from_before.unsent == 0) and self.node.result_free(index)
+
+    def _input(self, chunk: Chunk, begin: int, end: int) -> Array:
+        return chunk.collective.buffer[begin:end]
+
+    def _slice(self, slot: NDArray[np.uint8], chunk: Chunk, begin: int, end: int) -> Array:
+        itemsize = chunk.collective.kernel.storage.itemsize
+        first = chunk.program.begin
+        return slot[(begin - first) * itemsize : (end - first) * itemsize].view(
+            chunk.collective.kernel.storage
+        )
+
+    def _result(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
+        return self._slice(self.node.result(index), chunk, begin, end)
+
+    def _sum(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
+        slot = _grown(self._sums, index % SUM_SLOTS, self.slot_nbytes)
+        return self._slice(slot, chunk, begin, end)
+
+    def _arrival(self, peer: int, index: int, nbytes: int) -> NDArray[np.uint8]:
+        return _grown(self._arrivals[peer], index % SUM_SLOTS, nbytes)[:nbytes]
+
+    def _span(self, stage: Stage, index: int, what: str, begin: float) -> None:
+        if self.spans is not None:
+            self.spans.append(Span(stage, index, what, begin, time.monotonic()))
+
+    def waits_for(self) -> tuple[Stage, tuple[int, ...], str]:
+        """Say for whom the oldest unfinished chunk waits: stage, ranks, and what they lack."""
+        index = self.next_out
+        chunk = self._chunks.get(index)
+        if chunk is None:
+            peers = tuple(flow.rank for flow in self._flows if flow.wants_out)
+            return Stage.INTER_EXCHANGE, peers, "do not take the bytes sent to them"
+        ranks = self.node.ranks
+        for counter, stage, text in (
+            (Counter.COPIED_IN, Stage.INTRA_REDUCE_SCATTER, "have not brought their input"),
+            (Counter.REDUCED, Stage.INTRA_REDUCE_SCATTER, "have not reduced their shard"),
+        ):
+            late = self._late(ranks, counter, index)
+            if late:
+                return stage, late, text
+        if chunk.awaited or chunk.gathering:
+            stage = (
+                Stage.INTER_ALL_GATHER
+                if not chunk.awaited
+                else (Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE)
+            )
+            late = tuple(peer for peer in chunk.peers if self.flows[peer].outstanding)
+            return stage, late, "have not sent their part"
+        late = self._late(ranks, Counter.PUBLISHED, index)
+        return Stage.INTRA_ALL_GATHER, late, "have not published their shard"
+
+    def _late(self, ranks: Sequence[int], counter: int, index: int) -> tuple[int, ...]:
+        return tuple(
+            rank
+            for local, rank in enumerate(ranks)
+            if rank != self.rank and self.node.value(counter, local) <= index
+        )
+
+    def needs(self, rank: int) -> bool:
+        """Tell whether an unfinished collective still depends on co-located `rank`."""
+        return self.node.value(Counter.COPIED_OUT, self.node.ranks.index(rank)) < self.end
+
+
+def _grown(slots: list[NDArray[np.uint8]], at: int, nbytes: int) -> NDArray[np.uint8]:
+    if slots[at].nbytes < nbytes:
+        slots[at] = np.empty(nbytes, np.uint8)
+    return slots[at]

@@ -1,0 +1,123 @@
+"""The ranks of one node as seen by one of them: shared counters, slots, and wake-ups.
+
+Counters rely on stores becoming visible in order, which x86-64 guarantees; other machines take the
+plain path (see `ordered_stores`).
+"""
+
+import contextlib
+import os
+import platform
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topo_ar.execution.transports.segment import (
+    FINGERPRINT_SLOTS,
+    RESULT_SLOTS,
+    STAGING_SLOTS,
+    Counter,
+    Owned,
+    Peer,
+    Segment,
+)
+
+
+def ordered_stores() -> bool:
+    """Tell whether this machine keeps the order of plain stores, as the counters need."""
+    return platform.machine().lower() in {"x86_64", "amd64"}
+
+
+class Node:
+    """All co-located ranks of one communicator, in rank order.
+
+    Parameters
+    ----------
+    ranks : tuple of int
+        The ranks of this node, ascending; this rank among them.
+    rank : int
+        This rank.
+    owned : Owned
+        This rank's segment.
+    peers : dict
+        The other ranks' segments by rank.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, owned: Owned, peers: dict[int, Peer]
+    ) -> None:
+        self.ranks = ranks
+        self.local_rank = ranks.index(rank)
+        self.owned = owned
+        self.peers = [peers[r] for r in ranks if r != rank]
+        self.segments: list[Segment] = [
+            owned.segment if r == rank else peers[r].segment for r in ranks
+        ]
+        self._words = [segment.words for segment in self.segments]
+        self._mine = owned.segment.words
+
+    def least(self, counter: int) -> int:
+        """Return the smallest value of a growing counter over the node."""
+        return min(words[counter] for words in self._words)
+
+    def value(self, counter: int, local_rank: int) -> int:
+        """Return the counter of one local rank."""
+        return self._words[local_rank][counter]
+
+    def advance(self, counter: int, value: int) -> None:
+        """Publish this rank's counter and wake the node when it was the last to get there."""
+        self._mine[counter] = value
+        for words in self._words:
+            if words[counter] < value:
+                return
+        self.wake()
+
+    def wake(self, *, everyone: bool = False) -> None:
+        """Wake the peers that sleep in `poll`, or `everyone` whatever their flag says."""
+        for peer in self.peers:
+            if everyone or peer.segment.words[Counter.ASLEEP]:
+                peer.segment.words[Counter.ASLEEP] = 0
+                with contextlib.suppress(OSError):  # full pipe: awake anyway; gone: seen by pidfd
+                    os.write(peer.wake_fd, b"\0")
+
+    def set_asleep(self, asleep: bool) -> None:
+        """Say whether this rank is about to block."""
+        self._mine[Counter.ASLEEP] = int(asleep)
+
+    def write_fingerprint(self, ticket: int, fingerprint: int) -> None:
+        """Announce what this rank believes ticket number `ticket` to be."""
+        self._mine[Counter.FINGERPRINTS + ticket % FINGERPRINT_SLOTS] = fingerprint
+
+    def differing(self, ticket: int, fingerprint: int) -> tuple[int, ...]:
+        """Return the ranks whose announced fingerprint of `ticket` is another one."""
+        at = Counter.FINGERPRINTS + ticket % FINGERPRINT_SLOTS
+        return tuple(
+            rank
+            for rank, words in zip(self.ranks, self._words, strict=True)
+            if words[at] != fingerprint
+        )
+
+    def staging_free(self, index: int) -> bool:
+        """Tell whether chunk `index` may be copied in: every rank has reduced the slot's last."""
+        return index < self.least(Counter.REDUCED) + STAGING_SLOTS
+
+    def result_free(self, index: int) -> bool:
+        """Tell whether chunk `index` may be written: every rank has copied out the slot's last."""
+        return index < self.least(Counter.COPIED_OUT) + RESULT_SLOTS
+
+    def result(self, index: int) -> NDArray[np.uint8]:
+        """Return the node's result slot of chunk `index`; it lies with the lowest rank."""
+        return self.segments[0].result(index)
+
+    def failures(self) -> list[tuple[int, bytes]]:
+        """Return rank and report of every peer that has raised its FAILED flag."""
+        return [
+            (peer.rank, peer.segment.read_failure())
+            for peer in self.peers
+            if peer.segment.words[Counter.FAILED]
+        ]
+
+    def close(self) -> None:
+        """Release every mapping and descriptor."""
+        for peer in self.peers:
+            peer.close()
+        self.owned.close()

@@ -1,0 +1,241 @@
+"""One non-blocking TCP flow between two ranks, framed, with a peer's death seen at once.
+
+A frame is a 32-byte header (kind, chunk number, fingerprint of the collective, payload size) and a
+payload that is read straight into its destination. An ``ABORT`` frame carries the text of the
+failure that ends the job, so that every rank can name the culprit.
+"""
+
+import contextlib
+import errno
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Final, Protocol
+
+from topo_ar.errors import ExecutionError
+
+_HEADER: Final = struct.Struct("<IIqqQ")
+_MAGIC: Final = 0x544F504F
+_BUFFER_NBYTES: Final = 4 << 20
+_TEXT_LIMIT_NBYTES: Final = 4096
+
+
+class Kind(IntEnum):
+    """What a frame carries."""
+
+    EXCHANGE = 1
+    CONTRIBUTION = 2
+    RESULT = 3
+    ABORT = 4
+
+
+class Receiver(Protocol):
+    """Where arriving frames go."""
+
+    def destination(
+        self, flow: "Flow", kind: int, index: int, fingerprint: int
+    ) -> memoryview | None:
+        """Return the memory for a frame, or None while its place is not free yet."""
+
+    def arrived(self, flow: "Flow", kind: int, index: int) -> None:
+        """Take note that a frame is complete."""
+
+
+class PeerGone(ExecutionError):  # noqa: N818 - an event that the loop turns into a message
+    """The other end of a flow closed it."""
+
+
+class Flow:
+    """A connected socket to `rank`, with its outgoing queue and the frame it is receiving.
+
+    Attributes
+    ----------
+    outstanding : int
+        Frames that the schedule still expects from the peer.
+    gated : bool
+        A frame is waiting in the socket for its destination to become free.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
+        self.congestion_control = _prefer_cubic(sock)
+        self.sock = sock
+        self.rank = rank
+        self.outstanding = 0
+        self.gated = False
+        self.sent_nbytes = 0
+        self.received_nbytes = 0
+        self._queue: deque[tuple[memoryview, memoryview, Callable[[], None]]] = deque()
+        self._sent_of_head = 0
+        self._header = bytearray(_HEADER.size)
+        self._header_view = memoryview(self._header)
+        self._header_fill = 0
+        self._kind = 0
+        self._index = 0
+        self._fingerprint = 0
+        self._size = 0
+        self._target: memoryview | None = None
+        self._target_fill = 0
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for poll."""
+        return self.sock.fileno()
+
+    @property
+    def wants_out(self) -> bool:
+        """Whether bytes wait for room in the socket."""
+        return bool(self._queue)
+
+    def send(
+        self,
+        kind: Kind,
+        index: int,
+        fingerprint: int,
+        payload: memoryview,
+        done: Callable[[], None],
+    ) -> None:
+        """Queue a frame; `done` is called when its last byte has left `payload`."""
+        header = _HEADER.pack(_MAGIC, kind, index, fingerprint, payload.nbytes)
+        self._queue.append((memoryview(header), payload, done))
+
+    def flush(self) -> bool:
+        """Send what the socket takes; return whether any byte moved."""
+        moved = False
+        while self._queue:
+            header, payload, done = self._queue[0]
+            sent = self._sent_of_head
+            if sent < len(header):
+                parts = [header[sent:], payload]
+            else:
+                parts = [payload[sent - len(header) :]]
+            try:
+                count = self.sock.sendmsg(parts)
+            except BlockingIOError:
+                return moved
+            except OSError as error:
+                raise self._gone(error) from None
+            moved = True
+            self.sent_nbytes += count
+            self._sent_of_head = sent + count
+            if self._sent_of_head == len(header) + payload.nbytes:
+                self._sent_of_head = 0
+                self._queue.popleft()
+                done()
+        return moved
+
+    def receive(self, receiver: Receiver) -> bool:
+        """Read at most one frame's worth of what has arrived; return whether any byte moved."""
+        moved = False
+        while self._header_fill < _HEADER.size:
+            count = self._read_into(self._header_view[self._header_fill :])
+            if count <= 0:
+                return moved
+            self._header_fill += count
+            moved = True
+            if self._header_fill == _HEADER.size:
+                self._parse_header()
+        if self._target is None:
+            self._target = self._find_target(receiver)
+            self.gated = self._target is None
+            if self._target is None:
+                return moved
+        while self._target_fill < self._size:
+            count = self._read_into(self._target[self._target_fill :])
+            if count <= 0:
+                return moved
+            self._target_fill += count
+            moved = True
+        self._finish_frame(receiver)
+        return True
+
+    def _parse_header(self) -> None:
+        magic, self._kind, self._index, self._fingerprint, self._size = _HEADER.unpack(self._header)
+        if magic != _MAGIC:
+            raise ExecutionError(
+                f"the stream from rank {self.rank} is not ours (magic {magic:#x}); "
+                "are all ranks on the same version of topo_ar?",
+                ranks=(self.rank,),
+            )
+
+    def _find_target(self, receiver: Receiver) -> memoryview | None:
+        if self._kind == Kind.ABORT:
+            return memoryview(bytearray(min(self._size, _TEXT_LIMIT_NBYTES)))
+        target = receiver.destination(self, self._kind, self._index, self._fingerprint)
+        if target is not None and target.nbytes != self._size:
+            raise ExecutionError(
+                f"rank {self.rank} sent {self._size} bytes for chunk {self._index} where "
+                f"{target.nbytes} were expected; all ranks must pass tensors of one size",
+                ranks=(self.rank,),
+            )
+        return target
+
+    def _finish_frame(self, receiver: Receiver) -> None:
+        kind, index, target = self._kind, self._index, self._target
+        self._header_fill = self._target_fill = 0
+        self._target = None
+        if kind == Kind.ABORT:
+            assert target is not None
+            raise Aborted(bytes(target).decode(errors="replace"))
+        self.outstanding -= 1
+        receiver.arrived(self, kind, index)
+
+    def _read_into(self, view: memoryview) -> int:
+        try:
+            count = self.sock.recv_into(view)
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            raise self._gone(error) from None
+        if count == 0:
+            raise self._gone(None)
+        self.received_nbytes += count
+        return count
+
+    def _gone(self, error: OSError | None) -> PeerGone:
+        cause = f" ({errno.errorcode.get(error.errno or 0, error)})" if error else ""
+        return PeerGone(
+            f"rank {self.rank} closed its connection{cause}: it died or left the job",
+            ranks=(self.rank,),
+        )
+
+    def abort(self, text: str, deadline_s: float = 1.0) -> None:
+        """Tell the peer why the job fails, as far as `deadline_s` allows, and send no more.
+
+        A frame that is half sent is completed first, for the stream to stay readable. The socket
+        stays open: closing it with unread bytes would reset it and lose the text.
+        """
+        if self._sent_of_head == 0:
+            self._queue.clear()
+        while len(self._queue) > 1:
+            self._queue.pop()
+        payload = memoryview(text.encode()[:_TEXT_LIMIT_NBYTES])
+        self.send(Kind.ABORT, 0, 0, payload, lambda: None)
+        end = time.monotonic() + deadline_s
+        try:
+            while self.wants_out and time.monotonic() < end:
+                if not self.flush():
+                    time.sleep(0.001)
+            self.sock.shutdown(socket.SHUT_WR)
+        except (PeerGone, OSError):
+            return
+
+    def close(self) -> None:
+        """Close the socket; what the kernel has taken is still delivered."""
+        self.sock.close()
+
+
+class Aborted(ExecutionError):  # noqa: N818 - an event, not an error of this rank
+    """A peer reported the failure that ends the job; the text is the peer's."""
+
+
+def _prefer_cubic(sock: socket.socket) -> str:
+    # bbr shares one NIC unequally between parallel flows, and the slowest shard sets the time.
+    with contextlib.suppress(OSError):  # refused: what the machine has is reported instead
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
