@@ -20,11 +20,17 @@ class Family(StrEnum):
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A family that was costed: its predicted seconds and the number of chunks it would use."""
+    """A family that was costed: its predicted seconds and the number of chunks it would use.
+
+    `measured` says that the seconds come from a calibration, not from rates; `excluded` says why
+    the family cannot be run or was not considered, and is empty for one that was.
+    """
 
     family: Family
     seconds: float
     num_chunks: int
+    measured: bool = False
+    excluded: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,8 +60,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def runner_up(self) -> Alternative | None:
-        """The best family that was not chosen, or None when there was no other."""
-        others = [a for a in self.alternatives if a.family != self.family]
+        """The best family that could run and was not chosen, or None when there was no other."""
+        others = [a for a in self.alternatives if a.family != self.family and not a.excluded]
         return min(others, key=lambda a: a.seconds) if others else None
 
     @property

@@ -1,0 +1,176 @@
+"""What no all-reduce can beat on two levels, and which port or cut says so.
+
+The bounds hold for every algorithm in which ranks send, receive and add and switches only forward
+(no multicast, no addition inside a switch). All arithmetic is generic: with rates given as
+``fractions.Fraction`` the results are exact.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from topo_ar.errors import PlanError
+from topo_ar.topology.levels import Levels, NodeLevel, Rate
+from topo_ar.units import format_rate
+
+RateKind = Literal["nominal", "payload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proven lower bound of one all-reduce in seconds, and the resource that sets it."""
+
+    seconds: float
+    bottleneck: str
+
+
+def check_levels(levels: Levels) -> None:
+    """Refuse levels that no plan can be made for.
+
+    Raises
+    ------
+    PlanError
+        If there are no ranks, if a rank is missing or named twice, if nodes cannot reach each
+        other, or if a rate is not positive or a latency negative; the message names the node.
+    """
+    ranks = sorted(rank for node in levels.nodes for rank in node.ranks)
+    if not ranks:
+        raise PlanError("the topology has no ranks, so there is nothing to plan; give it ranks")
+    if ranks != list(range(len(ranks))):
+        raise PlanError(
+            f"the nodes hold the ranks {ranks[:16]}, but together they must hold each of "
+            f"0..{len(ranks) - 1} once; correct the topology's ranks"
+        )
+    for node in levels.nodes:
+        if not node.ranks:
+            raise PlanError(f"{node.name} has no ranks; leave it out of the topology")
+        if len(levels.nodes) > 1 and not node.nics:
+            raise PlanError(f"{node.name} has no NIC, so it cannot reach other nodes; add one")
+        for what, rate in _named_rates(node):
+            if not (rate.nominal > 0 and rate.payload > 0 and rate.latency >= 0):
+                raise PlanError(
+                    f"{node.name}'s {what} has rates of {rate.nominal:g} and {rate.payload:g} "
+                    f"bytes/s and a latency of {rate.latency:g} s; rates must be positive, "
+                    "latencies must not be negative"
+                )
+
+
+def _named_rates(node: NodeLevel) -> Iterator[tuple[str, Rate]]:
+    if len(node.ranks) > 1:
+        yield "rank port", node.intra
+    for position, nic in enumerate(node.nics):
+        yield f"NIC {position}", nic
+
+
+def port_bandwidth(port: Rate, rate: RateKind) -> float:
+    """Return the bytes/s that `port` carries in one direction."""
+    return port.nominal if rate == "nominal" else port.payload
+
+
+def node_bandwidth(node: NodeLevel, rate: RateKind) -> float:
+    """Return what all NICs of `node` carry together, in bytes/s in one direction."""
+    return sum(port_bandwidth(nic, rate) for nic in node.nics)
+
+
+def all_reduce_lower_bound(levels: Levels, nbytes: int, rate: RateKind = "nominal") -> Bound:
+    """Return a proven lower bound of an all-reduce of `nbytes` bytes.
+
+    Two facts give every term. Through a cut with ranks on both sides at least `nbytes` must pass in
+    each direction. And if the ranks are divided into k parts, each element needs at least 2(k-1)
+    messages between parts, so that ``2 (k-1) nbytes`` bytes leave all parts together; with the
+    nodes as parts this is ``2 (n-1) / n * nbytes / C`` for n equal nodes with C bytes/s of NICs
+    each, with single ranks as parts ``2 (N-1) / N * nbytes / B``. Latency is left out.
+
+    Parameters
+    ----------
+    levels : Levels
+        The nodes with their ports.
+    nbytes : int
+        Size of each rank's buffer.
+    rate : {"nominal", "payload"}
+        Data-sheet rates, or what a payload gets.
+
+    Raises
+    ------
+    PlanError
+        If the levels contradict themselves.
+    """
+    check_levels(levels)
+    if levels.world_size == 1:
+        return Bound(0.0, "nothing: one rank has nobody to talk to")
+    best_weight, best_name = max(
+        [*_cuts(levels, rate), _heaviest_partition(levels, rate)], key=lambda term: term[0]
+    )
+    return Bound(nbytes * best_weight, best_name)
+
+
+def _cuts(levels: Levels, rate: RateKind) -> Iterator[tuple[float, str]]:
+    """Seconds per byte of every single node and of one rank of every node."""
+    nodes = levels.nodes
+    alike = _all_alike(nodes, rate)
+    for node in nodes if len(nodes) > 1 else ():
+        owner = "each node" if alike else node.name
+        yield 1 / node_bandwidth(node, rate), f"{owner}'s NICs ({_describe(node.nics, rate)})"
+    for node in nodes:
+        if len(node.ranks) > 1:
+            # A rank may drive every NIC of its node by itself: counting them all keeps this safe.
+            out = port_bandwidth(node.intra, rate) + (
+                node_bandwidth(node, rate) if len(nodes) > 1 else 0
+            )
+            port = format_rate(float(port_bandwidth(node.intra, rate)))
+            yield 1 / out, f"the port of one rank in {node.name} ({port})"
+
+
+def _heaviest_partition(levels: Levels, rate: RateKind) -> tuple[float, str]:
+    """Maximise ``2 (parts - 1) / (bytes/s out of all parts)`` over whole and divided nodes.
+
+    Every node is either one part or as many parts as it has ranks (leaving out some of its ranks
+    is never heavier). The choice of each node is independent for a given quotient, so that
+    Dinkelbach's iteration ends at the exact maximum after a few rounds.
+    """
+    nodes = levels.nodes
+    network = sum(node_bandwidth(node, rate) for node in nodes) if len(nodes) > 1 else 0
+    divided: list[NodeLevel] = list(nodes) if len(nodes) == 1 else []
+    best = _quotient(nodes, divided, network, rate)
+    while True:
+        wanted = [
+            node
+            for node in nodes
+            if len(node.ranks) > 1
+            and 2 * (len(node.ranks) - 1)
+            > best * len(node.ranks) * port_bandwidth(node.intra, rate)
+        ]
+        value = _quotient(nodes, wanted, network, rate) if wanted else best
+        if value <= best:
+            return best, _describe_partition(nodes, divided, rate)
+        best, divided = value, wanted
+
+
+def _quotient(
+    nodes: tuple[NodeLevel, ...], divided: list[NodeLevel], network: float, rate: RateKind
+) -> float:
+    parts = len(nodes) + sum(len(node.ranks) - 1 for node in divided)
+    ports = sum(len(node.ranks) * port_bandwidth(node.intra, rate) for node in divided)
+    return 2 * (parts - 1) / (network + ports)
+
+
+def _describe_partition(
+    nodes: tuple[NodeLevel, ...], divided: list[NodeLevel], rate: RateKind
+) -> str:
+    nics = [nic for node in nodes for nic in node.nics] if len(nodes) > 1 else []
+    if not divided:
+        return f"the NICs of all nodes together ({_describe(nics, rate)})"
+    ports = _describe((node.intra for node in divided for _ in node.ranks), rate)
+    where = "all nodes" if len(divided) == len(nodes) > 1 else ", ".join(n.name for n in divided)
+    network = f", NICs {_describe(nics, rate)}" if nics else ""
+    return f"the ports of the ranks in {where} (inside {ports}{network})"
+
+
+def _describe(rates: Iterable[Rate], kind: RateKind) -> str:
+    counts = Counter(float(port_bandwidth(rate, kind)) for rate in rates)
+    return " + ".join(f"{count} x {format_rate(value)}" for value, count in counts.items())
+
+
+def _all_alike(nodes: tuple[NodeLevel, ...], rate: RateKind) -> bool:
+    return len({_describe(node.nics, rate) for node in nodes}) == 1

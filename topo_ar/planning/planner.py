@@ -1,0 +1,97 @@
+"""From levels and a size to the best executable plan, with its bound and its reason."""
+
+from topo_ar.errors import PlanError
+from topo_ar.planning import reasons
+from topo_ar.planning.bounds import all_reduce_lower_bound
+from topo_ar.planning.calibration import Calibration
+from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, pick
+from topo_ar.planning.chunks import MAX_CHUNK_NBYTES
+from topo_ar.planning.cost import CostParameters
+from topo_ar.planning.plan import Family, Plan
+from topo_ar.topology.levels import Levels
+
+
+def plan(
+    levels: Levels,
+    nbytes: int,
+    *,
+    topology_hash: str = "",
+    itemsize: int = 4,
+    calibration: Calibration | None = None,
+    family: Family | None = None,
+    leader_limit_nbytes: int | None = None,
+    max_chunk_nbytes: int = MAX_CHUNK_NBYTES,
+) -> Plan:
+    """Return the fastest plan that can run for an all-reduce of `nbytes` bytes.
+
+    A pure function: equal arguments give equal JSON on every rank.
+
+    Parameters
+    ----------
+    levels : Levels
+        The nodes with their ports; costs use payload rates, the bound nominal ones.
+    nbytes : int
+        Size of each rank's buffer.
+    topology_hash : str
+        Kept in the plan, so that it is refused on another topology.
+    itemsize : int
+        Bytes of an element: chunks never split one.
+    calibration : Calibration, optional
+        Measured times; families they cover are predicted from them.
+    family : Family, optional
+        Insist on this family.
+    leader_limit_nbytes : int, optional
+        Largest size for the leader path; by default 256 KiB on 2 nodes, 64 KiB on 3, 32 KiB on
+        more.
+    max_chunk_nbytes : int
+        What the runtime's chunk slots hold.
+
+    Raises
+    ------
+    PlanError
+        If the levels contradict themselves, a size is not usable, or `family` cannot run here.
+    """
+    if nbytes < 0 or itemsize < 1 or max_chunk_nbytes < itemsize:
+        raise PlanError(
+            f"cannot plan {nbytes} bytes of {itemsize}-byte elements in chunks of at most "
+            f"{max_chunk_nbytes} bytes; sizes must be positive and a chunk must hold an element"
+        )
+    setting = Setting(
+        CostParameters.from_levels(levels),
+        itemsize,
+        max_chunk_nbytes,
+        leader_limit_nbytes,
+        calibration,
+    )
+    if nbytes == 0 or levels.world_size == 1:
+        chosen = Candidate(family or Family.FLAT_RING, (nbytes,) if nbytes else (), 0.0)
+        found = [chosen]
+    else:
+        found = candidates(setting, nbytes)
+        chosen = pick(setting, found, family) if family else choose(found)
+    bound = all_reduce_lower_bound(levels, nbytes)
+    wire_limit = all_reduce_lower_bound(levels, nbytes, "payload")
+    verdict = reasons.Verdict(levels, setting, nbytes, chosen, found, bound, wire_limit, family)
+    return Plan(
+        topology_hash=topology_hash,
+        world_size=levels.world_size,
+        nbytes=nbytes,
+        family=chosen.family,
+        nodes=tuple(node.ranks for node in levels.nodes),
+        chunk_nbytes=chosen.chunk_nbytes,
+        local_weights=_local_weights(levels, chosen.family),
+        predicted_seconds=chosen.seconds,
+        bound_seconds=bound.seconds,
+        wire_limit_seconds=wire_limit.seconds,
+        gap=chosen.seconds / bound.seconds - 1 if bound.seconds else 0.0,
+        bottleneck=bound.bottleneck,
+        alternatives=tuple(candidate.as_alternative() for candidate in found),
+        reason=reasons.reason(verdict),
+    )
+
+
+def _local_weights(levels: Levels, family: Family) -> tuple[int, ...]:
+    width = max(len(node.ranks) for node in levels.nodes)
+    if family == Family.HIERARCHICAL_LEADER:
+        return (1,) + (0,) * (width - 1)
+    return (1,) * width
