@@ -22,6 +22,7 @@ _SIZE_UNITS = {
     "gb": 10**9,
 }
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -73,6 +74,26 @@ def parse_rate(text: str) -> float:
     if match is None or unit is None or float(match[1]) == 0:
         raise ConfigError(f"{text!r} is not a link rate; write 1gbit, 2.5gbit or 200mbit")
     return float(match[1]) * unit / 8
+
+
+def parse_seconds(text: str) -> float:
+    """Return seconds for a duration such as ``0.25ms``, ``50us`` or ``1s``.
+
+    Raises
+    ------
+    ConfigError
+        If `text` is not a number with the unit ``s``, ``ms`` or ``us``.
+
+    Examples
+    --------
+    >>> parse_seconds("0.25ms")
+    0.00025
+    """
+    match = _NUMBER.fullmatch(text)
+    unit = _TIME_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{text!r} is not a duration; write 0.25ms, 50us or 1s")
+    return float(match[1]) * unit
 
 
 def format_size(nbytes: int) -> str:
