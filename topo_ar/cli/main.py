@@ -5,6 +5,8 @@ import sys
 import typer
 
 from topo_ar._version import __version__
+from topo_ar.cli.explain import explain
+from topo_ar.cli.plan import plan
 from topo_ar.errors import TopoError
 
 app = typer.Typer(
@@ -21,6 +23,10 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
     if version:
         typer.echo(f"topo-ar {__version__}")
         raise typer.Exit
+
+
+app.command()(plan)
+app.command()(explain)
 
 
 def main() -> None:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from topo_ar.errors import PlanError
 from topo_ar.planning import cost
 from topo_ar.planning.calibration import Calibration
-from topo_ar.planning.chunks import MAX_CHUNK_NBYTES, equal_chunks, tapered_chunks
+from topo_ar.planning.chunks import equal_chunks, tapered_chunks
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.plan import Alternative, Family
+from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
 from topo_ar.units import format_size
 
 # A tie goes to the family that stands first.
@@ -46,7 +47,7 @@ class Setting:
 
     parameters: CostParameters
     itemsize: int = 4
-    max_chunk_nbytes: int = MAX_CHUNK_NBYTES
+    runtime: Runtime = CPU_RUNTIME
     leader_limit_nbytes: int | None = None
     calibration: Calibration | None = None
 
@@ -56,9 +57,9 @@ class Setting:
         p = self.parameters
         line = _LINE_ELEMENTS * self.itemsize
         aligned = line * max(1, p.ranks_per_node) * p.num_nodes
-        if 8 * aligned <= self.max_chunk_nbytes:
+        if 8 * aligned <= self.runtime.max_chunk_nbytes:
             return aligned
-        return line if 8 * line <= self.max_chunk_nbytes else self.itemsize
+        return line if 8 * line <= self.runtime.max_chunk_nbytes else self.itemsize
 
     @property
     def leader_limit(self) -> int:
@@ -92,10 +93,10 @@ def choose(found: list[Candidate]) -> Candidate:
     limit = min(candidate.seconds for candidate in allowed) * (1 + 1e-9)
     best = next(candidate for candidate in allowed if candidate.seconds <= limit)
     last = allowed[-1]
-    if best.family == Family.HIERARCHICAL_SEQUENTIAL and not (best.measured or last.measured):
-        tapered = last.family == Family.HIERARCHICAL_PIPELINED and len(last.chunk_nbytes) > 1
-        return last if tapered and best.seconds > _TAPER_MARGIN * last.seconds else best
-    return best
+    if best.family != Family.HIERARCHICAL_SEQUENTIAL or best.measured or last.measured:
+        return best
+    tapered = last.family == Family.HIERARCHICAL_PIPELINED
+    return last if tapered and best.seconds > _TAPER_MARGIN * last.seconds else best
 
 
 def pick(setting: Setting, found: list[Candidate], family: Family) -> Candidate:
@@ -109,7 +110,7 @@ def pick(setting: Setting, found: list[Candidate], family: Family) -> Candidate:
     p = setting.parameters
     for candidate in found:
         if candidate.family == family:
-            too_long = max(candidate.chunk_nbytes, default=0) > setting.max_chunk_nbytes
+            too_long = max(candidate.chunk_nbytes, default=0) > setting.runtime.max_chunk_nbytes
             if family != Family.FLAT_RING and too_long:
                 raise PlanError(f"{family} cannot run: {candidate.excluded}")
             return candidate
@@ -125,10 +126,10 @@ def pick(setting: Setting, found: list[Candidate], family: Family) -> Candidate:
 def _sequential(setting: Setting, nbytes: int) -> Candidate:
     seconds = cost.hierarchical(setting.parameters, [nbytes])
     excluded = ""
-    if nbytes > setting.max_chunk_nbytes:
+    if nbytes > setting.runtime.max_chunk_nbytes:
         excluded = (
             f"it needs the whole buffer in one chunk, and a chunk holds at most "
-            f"{format_size(setting.max_chunk_nbytes)}"
+            f"{format_size(setting.runtime.max_chunk_nbytes)}"
         )
     return Candidate(
         Family.HIERARCHICAL_SEQUENTIAL, (nbytes,), seconds, measured=False, excluded=excluded
@@ -137,8 +138,8 @@ def _sequential(setting: Setting, nbytes: int) -> Candidate:
 
 def _leader(setting: Setting, nbytes: int) -> Candidate:
     chunks: tuple[int, ...] = (nbytes,)
-    if nbytes > setting.max_chunk_nbytes:
-        chunks = tapered_chunks(nbytes, setting.align_nbytes, setting.max_chunk_nbytes)
+    if nbytes > setting.runtime.max_chunk_nbytes:
+        chunks = tapered_chunks(nbytes, setting.align_nbytes, setting.runtime.max_chunk_nbytes)
     excluded = ""
     if nbytes > setting.leader_limit:
         excluded = f"the leader path ends at {format_size(setting.leader_limit)}"
@@ -152,7 +153,7 @@ def _leader(setting: Setting, nbytes: int) -> Candidate:
 
 
 def _pipelined(setting: Setting, nbytes: int) -> Candidate:
-    p, align, limit = setting.parameters, setting.align_nbytes, setting.max_chunk_nbytes
+    p, align, limit = setting.parameters, setting.align_nbytes, setting.runtime.max_chunk_nbytes
     chunks = tapered_chunks(nbytes, align, limit)
     seconds = cost.hierarchical(p, chunks)
     count = cost.optimal_chunk_count(p, nbytes)
@@ -160,7 +161,12 @@ def _pipelined(setting: Setting, nbytes: int) -> Candidate:
         fewer = equal_chunks(nbytes, count, align, limit)
         if cost.hierarchical(p, fewer) < _TAPER_MARGIN * seconds:
             chunks, seconds = fewer, cost.hierarchical(p, fewer)
-    return Candidate(Family.HIERARCHICAL_PIPELINED, chunks, seconds)
+    excluded = ""
+    if len(chunks) == 1 and p.num_nodes > 1:
+        excluded = f"with one chunk it is {Family.HIERARCHICAL_SEQUENTIAL}"
+    return Candidate(
+        Family.HIERARCHICAL_PIPELINED, chunks, seconds, measured=False, excluded=excluded
+    )
 
 
 def _calibrated(candidate: Candidate, calibration: Calibration | None, nbytes: int) -> Candidate:

@@ -7,7 +7,7 @@ after the last byte has arrived; large ones in between keep the number of wake-u
 from topo_ar.errors import PlanError
 
 KIB = 1 << 10
-MAX_CHUNK_NBYTES = 2048 * KIB
+LARGEST_TAPER_NBYTES = 2048 * KIB
 MIN_CHUNK_NBYTES = 64 * KIB
 
 
@@ -19,13 +19,13 @@ def edge_nbytes(nbytes: int) -> int:
 
 
 def tapered_chunks(
-    nbytes: int, align_nbytes: int = 1, max_chunk_nbytes: int = MAX_CHUNK_NBYTES
+    nbytes: int, align_nbytes: int = 1, max_chunk_nbytes: int = LARGEST_TAPER_NBYTES
 ) -> tuple[int, ...]:
     """Return chunk sizes in bytes that sum to `nbytes`; an empty buffer has none.
 
-    The first and the last chunk have `edge_nbytes`; inwards the sizes double, up to
-    `max_chunk_nbytes` and to a quarter of the buffer, but a chunk is not made smaller than
-    64 KiB or `align_nbytes` for the sake of that quarter. All are multiples of `align_nbytes`,
+    The first and the last chunk have `edge_nbytes`; inwards the sizes double, up to 2 MiB,
+    `max_chunk_nbytes` and a quarter of the buffer, but a chunk is not made smaller than 64 KiB or
+    `align_nbytes` for the sake of that quarter. All are multiples of `align_nbytes`,
     except that the last also takes the remainder (as a chunk of its own where it would not fit).
 
     Raises
@@ -35,7 +35,7 @@ def tapered_chunks(
     """
     _check(nbytes, align_nbytes, max_chunk_nbytes)
     aligned, rest = nbytes // align_nbytes, nbytes % align_nbytes
-    limit = max_chunk_nbytes // align_nbytes
+    limit = max(1, min(max_chunk_nbytes, LARGEST_TAPER_NBYTES) // align_nbytes)
     cap = min(limit, max(1, max(nbytes // 4, MIN_CHUNK_NBYTES) // align_nbytes))
     edge = min(cap, max(1, edge_nbytes(nbytes) // align_nbytes))
     ramp: list[int] = []
@@ -51,7 +51,7 @@ def tapered_chunks(
 
 
 def equal_chunks(
-    nbytes: int, count: int, align_nbytes: int = 1, max_chunk_nbytes: int = MAX_CHUNK_NBYTES
+    nbytes: int, count: int, align_nbytes: int = 1, max_chunk_nbytes: int = LARGEST_TAPER_NBYTES
 ) -> tuple[int, ...]:
     """Return about `count` chunks of nearly equal size, more where one would be too large.
 

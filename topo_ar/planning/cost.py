@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topo_ar.planning.bounds import RateKind, check_levels, node_bandwidth, port_bandwidth
+from topo_ar.planning.runtime import GPU_RUNTIME, Runtime
 from topo_ar.topology.levels import Levels
 
 
@@ -30,8 +31,9 @@ class CostParameters:
         Seconds per byte through one rank's port inside its node.
     node_beta, nic_beta : float
         Seconds per byte through all NICs of a node, and through its fastest NIC alone.
-    ring_beta : float
-        Seconds per byte of the slowest hop of a ring in rank order.
+    ring_alpha, ring_beta : float
+        What a flat ring in rank order adds to the latency of each hop, and the seconds per byte of
+        its slowest hop.
     """
 
     world_size: int
@@ -43,11 +45,16 @@ class CostParameters:
     intra_beta: float
     node_beta: float
     nic_beta: float
+    ring_alpha: float
     ring_beta: float
 
     @staticmethod
-    def from_levels(levels: Levels, rate: RateKind = "payload") -> "CostParameters":
+    def from_levels(
+        levels: Levels, rate: RateKind = "payload", runtime: Runtime = GPU_RUNTIME
+    ) -> "CostParameters":
         """Return the parameters of `levels`; the slowest port of each kind counts.
+
+        The default runtime adds nothing to the ports.
 
         Raises
         ------
@@ -80,8 +87,11 @@ class CostParameters:
                 if several
                 else 0
             ),
+            ring_alpha=runtime.flat_hop_seconds,
             ring_beta=max(
-                [intra_beta, *(k / c for k, c in zip(leaving, bandwidths, strict=False))]
+                1 / runtime.flat_bytes_per_s,
+                intra_beta,
+                *(k / c for k, c in zip(leaving, bandwidths, strict=False)),
             ),
         )
 
@@ -102,12 +112,14 @@ def flat_ring(parameters: CostParameters, nbytes: float) -> float:
     """Return seconds of a flat ring in rank order.
 
     ``2 (N-1) / N * S * beta`` of the slowest hop; of the 2(N-1) steps as many wait for the network
-    as a message meets node boundaries on its way, the others for a port inside a node.
+    as a message meets node boundaries on its way, the others for a port inside a node; the runtime
+    may add to each.
     """
     p = parameters
     n_network = 2 * (p.crossings - 1) if p.crossings else 0
     n_local = 2 * (p.world_size - 1) - n_network
     latency = n_network * p.inter_alpha + n_local * p.intra_alpha
+    latency += 2 * (p.world_size - 1) * p.ring_alpha
     return latency + 2 * (p.world_size - 1) * nbytes * p.ring_beta / p.world_size
 
 

@@ -5,9 +5,9 @@ from topo_ar.planning import reasons
 from topo_ar.planning.bounds import all_reduce_lower_bound
 from topo_ar.planning.calibration import Calibration
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, pick
-from topo_ar.planning.chunks import MAX_CHUNK_NBYTES
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.plan import Family, Plan
+from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
 from topo_ar.topology.levels import Levels
 
 
@@ -20,7 +20,7 @@ def plan(
     calibration: Calibration | None = None,
     family: Family | None = None,
     leader_limit_nbytes: int | None = None,
-    max_chunk_nbytes: int = MAX_CHUNK_NBYTES,
+    runtime: Runtime = CPU_RUNTIME,
 ) -> Plan:
     """Return the fastest plan that can run for an all-reduce of `nbytes` bytes.
 
@@ -43,23 +43,24 @@ def plan(
     leader_limit_nbytes : int, optional
         Largest size for the leader path; by default 256 KiB on 2 nodes, 64 KiB on 3, 32 KiB on
         more.
-    max_chunk_nbytes : int
-        What the runtime's chunk slots hold.
+    runtime : Runtime
+        What will run the plan: its chunk slots and the cost of its flat ring.
 
     Raises
     ------
     PlanError
         If the levels contradict themselves, a size is not usable, or `family` cannot run here.
     """
-    if nbytes < 0 or itemsize < 1 or max_chunk_nbytes < itemsize:
+    if nbytes < 0 or itemsize < 1 or runtime.max_chunk_nbytes < itemsize:
         raise PlanError(
             f"cannot plan {nbytes} bytes of {itemsize}-byte elements in chunks of at most "
-            f"{max_chunk_nbytes} bytes; sizes must be positive and a chunk must hold an element"
+            f"{runtime.max_chunk_nbytes} bytes; sizes must be positive and a chunk must hold an "
+            "element"
         )
     setting = Setting(
-        CostParameters.from_levels(levels),
+        CostParameters.from_levels(levels, runtime=runtime),
         itemsize,
-        max_chunk_nbytes,
+        runtime,
         leader_limit_nbytes,
         calibration,
     )

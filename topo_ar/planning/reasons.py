@@ -111,6 +111,8 @@ def _runner_up(verdict: Verdict) -> str:
     if verdict.chosen.seconds:
         text += f" ({other.seconds / verdict.chosen.seconds:.2f}x)"
     p = verdict.setting.parameters
+    if other.seconds < verdict.chosen.seconds and not verdict.forced:
+        return text + ", but less than 5 % does not speak against a small first and last chunk."
     if p.num_nodes > 1 and other.family == Family.FLAT_RING:
         flat = 2 * (p.world_size - 1) / p.world_size * p.crossings / p.num_nodes
         tree = 2 * (p.num_nodes - 1) / p.num_nodes
