@@ -47,6 +47,7 @@ class Cluster:
     """
 
     emulated = True
+    interface = "eth0"
 
     def __init__(self, spec: ClusterSpec, *, keep: Iterable[str | Path] = ()) -> None:
         self.spec = spec
@@ -97,6 +98,14 @@ class Cluster:
     def hosts(self) -> tuple[str, ...]:
         """The names of all hosts, in the order of the spec's nodes."""
         return tuple(host.name for host in self.layout.hosts)
+
+    def address(self, host: str) -> str:
+        """Return the address of a host's first NIC."""
+        return self._host(host).nics[0].address
+
+    def free_port(self) -> int:
+        """Return torchrun's default port: every host's ports are its own."""
+        return 29500
 
     def pid(self, host: str) -> int:
         """Return the pid of the host's pid 1 as this machine counts; EmulationError if gone."""
