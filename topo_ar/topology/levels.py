@@ -92,8 +92,8 @@ def levels(topology: Topology) -> Levels:
         ranks_of.setdefault(node, []).append(rank)
     nics_of: dict[str, list[Rate]] = {node: [] for node in ranks_of}
     for device in topology.devices:
-        if device.kind is DeviceKind.NIC and device.node in nics_of and _carries_data(device):
-            rate = _nic_rate(device, links.get(device.id, ()), devices)
+        if device.kind is DeviceKind.NIC and device.node in nics_of and carries_data(device):
+            rate = _nic_rate(device, links, devices)
             if rate is not None:
                 nics_of[device.node].append(rate)
             elif len(ranks_of) > 1:
@@ -121,15 +121,16 @@ def _links_by_device(links: Iterable[Link]) -> dict[str, list[Link]]:
     return by_device
 
 
-def _carries_data(nic: Device) -> bool:
+def carries_data(nic: Device) -> bool:
+    """Return whether `nic` is for the ranks' traffic; the attribute ``data`` false says no."""
     return nic.attributes.get("data", True) is not False
 
 
 def _intra_rate(
     ranks: Sequence[Device], links: Mapping[str, Sequence[Link]], devices: Mapping[str, Device]
 ) -> Rate:
-    fast = [_port(rank, links.get(rank.id, ()), _FAST, devices) for rank in ranks]
-    slow = [_port(rank, links.get(rank.id, ()), _SLOW, devices) for rank in ranks]
+    fast = [_port(rank, links, _FAST, devices) for rank in ranks]
+    slow = [_port(rank, links, _SLOW, devices) for rank in ranks]
     ports = [a or b for a, b in zip(fast, slow, strict=True)]
     known = [port for port in ports if port is not None]
     if len(known) < len(ranks):
@@ -165,16 +166,17 @@ def _joined(ranks: Sequence[str], links: Mapping[str, Sequence[Link]]) -> bool:
 
 def _port(
     device: Device,
-    links: Sequence[Link],
+    links: Mapping[str, Sequence[Link]],
     kinds: frozenset[LinkKind],
     devices: Mapping[str, Device],
 ) -> Rate | None:
     """Return the sum of the links of these kinds, or None where no rate is known."""
-    chosen = [link for link in links if link.kind in kinds and _payload(link) is not None]
-    if not chosen:
+    chosen = [link for link in links.get(device.id, ()) if link.kind in kinds]
+    ways = [_way_up(device.id, link, links, devices) for link in chosen]
+    payloads = [figure for way in ways if (figure := _narrowest(map(_payload, way)))]
+    nominals = [figure for way in ways if (figure := _narrowest(map(_nominal, way)))]
+    if not payloads:
         return None
-    payloads = [figure for link in chosen if (figure := _payload(link))]
-    nominals = [figure for link in chosen if (figure := link.nominal or link.effective)]
     return Rate(
         nominal=sum(figure.value for figure in nominals),
         payload=sum(figure.value for figure in payloads),
@@ -183,8 +185,36 @@ def _port(
     )
 
 
+def _way_up(
+    device_id: str,
+    link: Link,
+    links: Mapping[str, Sequence[Link]],
+    devices: Mapping[str, Device],
+) -> list[Link]:
+    """Return the PCIe links everything through `link` must take: on through lone bridges."""
+    way = [link]
+    here = device_id
+    while way[-1].kind is LinkKind.PCIE:
+        here = way[-1].b if way[-1].a == here else way[-1].a
+        at_bridge = links[here] if devices[here].kind is DeviceKind.PCIE_SWITCH else ()
+        onward = [other for other in at_bridge if other is not way[-1]]
+        if len(onward) != 1 or onward[0] in way:
+            break
+        way += onward
+    return way
+
+
+def _narrowest(figures: Iterable[Figure | None]) -> Figure | None:
+    known = [figure for figure in figures if figure is not None]
+    return min(known, key=lambda figure: figure.value, default=None)
+
+
 def _payload(link: Link) -> Figure | None:
     return link.effective or link.nominal
+
+
+def _nominal(link: Link) -> Figure | None:
+    return link.nominal or link.effective
 
 
 def _message_seconds(device_id: str, link: Link, devices: Mapping[str, Device]) -> float:
@@ -197,7 +227,9 @@ def _message_seconds(device_id: str, link: Link, devices: Mapping[str, Device]) 
     return link.latency.value * (2 if relayed else 1)
 
 
-def _nic_rate(nic: Device, links: Sequence[Link], devices: Mapping[str, Device]) -> Rate | None:
+def _nic_rate(
+    nic: Device, links: Mapping[str, Sequence[Link]], devices: Mapping[str, Device]
+) -> Rate | None:
     """Return the smaller of cable and PCIe; the latency is the cable's."""
     network = frozenset({LinkKind.INFINIBAND, LinkKind.ETHERNET})
     cable = _port(nic, links, network, devices)

@@ -1,1 +1,79 @@
-"""Foreign topology descriptions, one format a file."""
+"""Descriptions of machines in other people's formats, one format a module.
+
+A reader is a module with ``FORMAT`` (a name), ``matches(text)`` (is this content mine?) and
+``read_text(text, name)`` (the topology). The content decides, never the file's name.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from topo_ar.errors import TopologyError
+from topo_ar.topology.model import Topology
+from topo_ar.topology.readers import nccl_xml, topology_json
+
+
+class _Reader(Protocol):
+    FORMAT: str
+
+    def matches(self, text: str) -> bool: ...
+
+    def read_text(self, text: str, name: str) -> Topology: ...
+
+
+_READERS: tuple[_Reader, ...] = (topology_json, nccl_xml)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A topology and the format it was found in."""
+
+    format: str
+    topology: Topology
+
+
+def read(path_or_text: str | Path) -> Topology:
+    """Return the topology that a file, or a text itself, describes.
+
+    Parameters
+    ----------
+    path_or_text : str or Path
+        A path; a string that starts with ``<`` or ``{`` or has several lines is the text itself.
+
+    Raises
+    ------
+    TopologyError
+        If it cannot be read or holds no description that is known; the message names the file and,
+        where it can, the line.
+    """
+    return describe(path_or_text).topology
+
+
+def describe(path_or_text: str | Path) -> Description:
+    """Return the topology as `read` does, together with the name of the format."""
+    text, name = _load(path_or_text)
+    for reader in _READERS:
+        if reader.matches(text):
+            return Description(reader.FORMAT, reader.read_text(text, name))
+    known = ", ".join(reader.FORMAT for reader in _READERS)
+    if not text.strip():
+        raise TopologyError(f"{name}: is empty; known formats are {known}")
+    raise TopologyError(
+        f"{name}: the content is in no known format ({known}); "
+        f"it starts with {text.strip().splitlines()[0][:60]!r}"
+    )
+
+
+def _load(path_or_text: str | Path) -> tuple[str, str]:
+    if isinstance(path_or_text, str):
+        if path_or_text.lstrip()[:1] in ("<", "{") or "\n" in path_or_text:
+            return path_or_text, "text"
+        path_or_text = Path(path_or_text)
+    try:
+        return path_or_text.read_text(encoding="utf-8-sig"), path_or_text.name
+    except OSError as error:
+        raise TopologyError(f"{path_or_text}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise TopologyError(
+            f"{path_or_text}: is not text: byte {error.start} is no UTF-8"
+        ) from None
