@@ -14,7 +14,7 @@ from typing import Any, Self
 from topo_ar.emulation.keep import kept_paths, working_directory
 from topo_ar.emulation.layout import Host, Nic, lay_out
 from topo_ar.emulation.links import bucket
-from topo_ar.emulation.namespaces import Namespaces, tool_environment
+from topo_ar.emulation.namespaces import Namespaces, find_tool, tool_environment
 from topo_ar.emulation.preflight import require
 from topo_ar.emulation.spec import ClusterSpec
 from topo_ar.emulation.steps import SWITCH, build_steps
@@ -129,15 +129,16 @@ class Cluster:
         namespaces = self._live(host)
         directory = str(cwd) if cwd is not None else working_directory(self._keep)
         command = [
-            *("env", f"--ignore-signal={_SIGNALS}"),
+            *(find_tool("env"), f"--ignore-signal={_SIGNALS}"),
             *namespaces.enter(host, "nuipm"),
-            *("env", "-C", directory, f"--default-signal={_SIGNALS}"),
-            *("setpriv", "--pdeathsig", "KILL"),
+            *(find_tool("env"), "-C", directory, f"--default-signal={_SIGNALS}"),
+            *(find_tool("setpriv"), "--pdeathsig", "KILL"),
             *argv,
         ]
         environment = dict(os.environ if env is None else env)
         job = subprocess.Popen(command, env=environment, start_new_session=True, **options)
-        self._jobs = [(name, old) for name, old in self._jobs if old.poll() is None]
+        # Without asking them: who polls reaps, and the caller may be about to open a pidfd.
+        self._jobs = [(name, old) for name, old in self._jobs if old.returncode is None]
         self._jobs.append((host, job))
         return job
 

@@ -34,6 +34,23 @@ def kept_paths(extra: Iterable[str | Path] = ()) -> tuple[str, ...]:
     return tuple(path for path in inside if not _below(path, set(inside) - {path}))
 
 
+def command_paths(argv: Iterable[str]) -> tuple[Path, ...]:
+    """Return what of a command's files and directories must be kept for it to find them.
+
+    A file brings its directory along, for what lies or is written beside it, unless that is
+    ``/tmp`` itself. ``--out=/tmp/x/y`` is understood.
+    """
+    found = []
+    for word in argv:
+        path = os.path.abspath(word.partition("=")[2] if word.startswith("-") else word)
+        directory = path if os.path.isdir(path) else os.path.dirname(path)
+        if os.path.isdir(directory) and _below(directory, PRIVATE_ROOTS):
+            found.append(Path(directory))
+        elif os.path.isfile(path) and directory in PRIVATE_ROOTS:
+            found.append(Path(path))
+    return tuple(found)
+
+
 def working_directory(kept: Iterable[str]) -> str:
     """Return this process's working directory, or ``/tmp`` where the hosts do not see it."""
     here = os.getcwd()

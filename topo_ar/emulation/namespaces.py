@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -21,9 +22,18 @@ _EXIT_SECONDS = 5.0
 
 
 def tool_environment() -> dict[str, str]:
-    """Return this process's environment with the directories of ``ip`` and ``tc`` on the path."""
-    path = os.environ.get("PATH", os.defpath)
-    return {**os.environ, "PATH": f"{path}:/usr/sbin:/sbin:/usr/bin:/bin", "LC_ALL": "C"}
+    """Return this process's environment with the ``sbin`` beside every ``bin`` on the path.
+
+    Debian keeps ``tc`` there, out of sight of ordinary users.
+    """
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    path += [f"{entry[:-3]}sbin" for entry in path if entry.endswith("/bin")]
+    return {**os.environ, "PATH": os.pathsep.join(path), "LC_ALL": "C"}
+
+
+def find_tool(name: str) -> str:
+    """Return the path of a program, or its `name` where there is none."""
+    return shutil.which(name, path=tool_environment()["PATH"]) or name
 
 
 @dataclass(slots=True)
@@ -70,7 +80,7 @@ class Namespaces:
         """Return the command prefix that enters the given namespaces (``n``, ``m``) of `target`."""
         user = ["-U", "--preserve-credentials"] if self.rootless else []
         flags = [f"-{namespace}" for namespace in namespaces]
-        return ["nsenter", "-t", str(self.pids[target]), *user, *flags, "--"]
+        return [find_tool("nsenter"), "-t", str(self.pids[target]), *user, *flags, "--"]
 
     def drop(self, target: str) -> None:
         """End `target` and everything in it; nothing happens if it is gone already."""

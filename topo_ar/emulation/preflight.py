@@ -61,7 +61,8 @@ def preflight() -> tuple[Missing, ...]:
         )
         for name in absent
     ]
-    if "env" not in absent and _try(["env", "--ignore-signal=CHLD", "true"]) is not None:
+    ignoring = None if "env" in absent else _run(["env", "--ignore-signal=CHLD", "true"])
+    if ignoring is not None and ignoring.returncode != 0:
         missing.append(
             Missing(
                 "program",
@@ -93,13 +94,6 @@ def _ask_kernel() -> str | None:
         return None
     said = (result.stderr.strip().splitlines() or ["no reason given"])[0]
     return _REFUSALS[reached[-1] if reached else ""].format(said=said)
-
-
-def _try(command: list[str]) -> str | None:
-    result = _run(command)
-    if result is None:
-        return "no answer"
-    return None if result.returncode == 0 else result.stderr.strip()
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str] | None:
