@@ -54,16 +54,16 @@ def plan(
         make_plan(both, n, topology_hash=digest, family=family, runtime=runtime_of(found))
         for n in counts
     ]
-    for position, made in enumerate(plans):
-        if as_json:
-            print(made.to_json().decode())
-        else:
-            print(("\n" if position else "") + explain(made))
     if output is not None:
         try:
             output.write_bytes(plans[0].to_json() + b"\n")
         except OSError as error:
             raise ConfigError(f"cannot write {output}: {error.strerror}") from None
+    for position, made in enumerate(plans):
+        if as_json:
+            print(made.to_json().decode())
+        else:
+            print(("\n" if position else "") + explain(made))
 
 
 def load_topology(

@@ -132,9 +132,10 @@ def hierarchical(parameters: CostParameters, chunk_nbytes: Sequence[float]) -> f
     p = parameters
     intra_alpha = (p.ranks_per_node - 1) * p.intra_alpha
     inter_alpha = 2 * (p.num_nodes - 1) * p.inter_alpha
+    intra_slope, inter_slope = p.intra_slope / 2, p.inter_slope
     return pipeline_seconds(
-        [intra_alpha + size * p.intra_slope / 2 for size in chunk_nbytes],
-        [inter_alpha + size * p.inter_slope for size in chunk_nbytes],
+        [intra_alpha + size * intra_slope for size in chunk_nbytes],
+        [inter_alpha + size * inter_slope for size in chunk_nbytes],
     )
 
 

@@ -1,5 +1,7 @@
 """From levels and a size to the best executable plan, with its bound and its reason."""
 
+from dataclasses import replace
+
 from topo_ar.errors import PlanError
 from topo_ar.planning import reasons
 from topo_ar.planning.bounds import all_reduce_lower_bound
@@ -21,6 +23,7 @@ def plan(
     family: Family | None = None,
     leader_limit_nbytes: int | None = None,
     runtime: Runtime = CPU_RUNTIME,
+    max_chunk_nbytes: int | None = None,
 ) -> Plan:
     """Return the fastest plan that can run for an all-reduce of `nbytes` bytes.
 
@@ -45,12 +48,16 @@ def plan(
         more.
     runtime : Runtime
         What will run the plan: its chunk slots and the cost of its flat ring.
+    max_chunk_nbytes : int, optional
+        Chunk slots of another size than `runtime` says.
 
     Raises
     ------
     PlanError
         If the levels contradict themselves, a size is not usable, or `family` cannot run here.
     """
+    if max_chunk_nbytes is not None:
+        runtime = replace(runtime, max_chunk_nbytes=max_chunk_nbytes)
     if nbytes < 0 or itemsize < 1 or runtime.max_chunk_nbytes < itemsize:
         raise PlanError(
             f"cannot plan {nbytes} bytes of {itemsize}-byte elements in chunks of at most "

@@ -11,6 +11,7 @@ from topo_ar.units import format_rate, format_seconds, format_size
 # Sizes between which it is looked for whether another family would win.
 _SMALLEST_NBYTES = 256
 _LARGEST_NBYTES = 256 << 20
+_MAX_CHUNKS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,10 @@ def reason(verdict: Verdict) -> str:
 
 def _choice(verdict: Verdict) -> str:
     chosen = verdict.chosen
-    how = "as you asked" if verdict.forced else "the fastest that can run"
+    fastest = all(c.excluded or c.seconds >= chosen.seconds for c in verdict.found)
+    how = "the fastest that can run" if fastest else "the best that can run"
+    if verdict.forced:
+        how = "as you asked"
     chunks = len(chosen.chunk_nbytes)
     cut = f" in {chunks} chunks" if chunks > 1 else ""
     origin = "from measured times" if chosen.measured else "from port rates"
@@ -126,7 +130,8 @@ def _flips(verdict: Verdict) -> str:
     if verdict.forced or len(verdict.found) == 1:
         return ""
     below = _first_other(verdict, _powers_below(verdict.nbytes))
-    above = _first_other(verdict, _powers_above(verdict.nbytes))
+    largest = _largest_nbytes(verdict)
+    above = _first_other(verdict, _powers_above(verdict.nbytes, largest))
     parts = [
         f"at {format_size(at[0])} and {side} {at[1]} would win"
         for at, side in ((below, "below"), (above, "above"))
@@ -135,7 +140,7 @@ def _flips(verdict: Verdict) -> str:
     if not parts:
         return (
             f"It stays the best choice from {format_size(_SMALLEST_NBYTES)} "
-            f"to {format_size(_LARGEST_NBYTES)}."
+            f"to {format_size(largest)}."
         )
     text = "; ".join(parts)
     return text[0].upper() + text[1:] + "."
@@ -154,9 +159,14 @@ def _powers_below(nbytes: int) -> list[int]:
     return [1 << k for k in range(top, _SMALLEST_NBYTES.bit_length() - 2, -1)]
 
 
-def _powers_above(nbytes: int) -> list[int]:
+def _powers_above(nbytes: int, largest: int) -> list[int]:
     first = max(nbytes + 1, _SMALLEST_NBYTES)
-    return [1 << k for k in range((first - 1).bit_length(), _LARGEST_NBYTES.bit_length())]
+    return [1 << k for k in range((first - 1).bit_length(), largest.bit_length())]
+
+
+def _largest_nbytes(verdict: Verdict) -> int:
+    # Small slots would make the search itself slow: it looks at every chunk of every size.
+    return min(_LARGEST_NBYTES, _MAX_CHUNKS * verdict.setting.runtime.max_chunk_nbytes)
 
 
 def _sources(verdict: Verdict) -> str:

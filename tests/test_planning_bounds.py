@@ -1,0 +1,168 @@
+"""Bounds against the exact all-reduce optima (linear programs) of the planning notes."""
+
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.planning_cases import any_levels, cluster, equal, rate
+from topo_ar.errors import PlanError
+from topo_ar.planning import cost
+from topo_ar.planning.bounds import all_reduce_lower_bound, node_bandwidth
+from topo_ar.planning.cost import CostParameters
+from topo_ar.topology.levels import Levels, NodeLevel
+
+S = 10**6
+
+# Exact all-reduce optimum, algbw in GB/s.
+EXACT = {
+    "2x4 rails": Fraction(100),
+    "2x4 one nic": Fraction(25),
+    "4x4 rails": Fraction(200, 3),
+    "4x4 one nic": Fraction(50, 3),
+    "2x8 A100": Fraction(520, 3),
+    "4x8 A100": Fraction(400, 3),
+    "2x8 H100": Fraction(800, 3),
+    "2x4 10GbE": Fraction(5, 4),
+}
+# Ranks per node, 25 GB/s for each rank's NIC or one NIC a node; algbw in GB/s.
+UNEQUAL = [
+    ((4, 2), None, 50),
+    ((4, 2, 2), None, 50),
+    ((4, 4, 2), None, 50),
+    ((8, 8, 8, 4), None, 100),
+    ((8, 4, 4), [25], Fraction(75, 4)),
+]
+
+
+def algbw(levels):
+    return S / all_reduce_lower_bound(levels, S).seconds
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_bound_is_the_exact_optimum_of_equal_nodes(name):
+    assert algbw(equal(name)) == EXACT[name]
+
+
+@pytest.mark.parametrize(("sizes", "nics", "optimum"), UNEQUAL)
+def test_bound_is_the_exact_optimum_of_unequal_nodes(sizes, nics, optimum):
+    per_node = [nics or [25] * size for size in sizes]
+    assert algbw(cluster(sizes, 300, per_node)) == optimum
+
+
+def test_bound_of_one_node_is_that_of_its_ports():
+    assert algbw(cluster([8], 300, [])) == Fraction(1200, 7)
+
+
+def test_a_node_with_half_a_nic_is_named():
+    levels = cluster([2, 2, 2, 2], 300, [[50], [10], [50], [50]])
+    bound = all_reduce_lower_bound(levels, S)
+    assert bound.seconds == Fraction(S, 10)
+    assert bound.bottleneck == "node1's NICs (1 x 10 B/s)"
+
+
+def test_bottlenecks_are_named_in_words():
+    def named(levels):
+        return all_reduce_lower_bound(levels, S).bottleneck
+
+    assert named(cluster([4, 4], 10**10, [125 * 10**6])) == "each node's NICs (1 x 125 MB/s)"
+    assert named(cluster([4] * 4, 10**10, [125 * 10**6])) == (
+        "the NICs of all nodes together (4 x 125 MB/s)"
+    )
+    assert named(equal("2x8 A100")) == (
+        "the ports of the ranks in all nodes (inside 16 x 300 B/s, NICs 16 x 25 B/s)"
+    )
+    assert named(cluster([1], 1, [])) == "nothing: one rank has nobody to talk to"
+
+
+def test_payload_rates_give_the_wire_limit():
+    port = rate(Fraction(125), payload=Fraction(125) * Fraction(957, 1000))
+    nodes = (NodeLevel("a", (0,), rate(1000), (port,)), NodeLevel("b", (1,), rate(1000), (port,)))
+    ratio = (
+        all_reduce_lower_bound(Levels(nodes), S, "payload").seconds
+        / all_reduce_lower_bound(Levels(nodes), S).seconds
+    )
+    assert ratio == Fraction(1000, 957)
+
+
+@given(any_levels(), st.fractions(Fraction(1, 9), 9))
+def test_scaling_all_rates_scales_the_bound(levels, factor):
+    def scaled(r):
+        return rate(r.nominal * factor)
+
+    faster = Levels(
+        tuple(
+            NodeLevel(n.name, n.ranks, scaled(n.intra), tuple(map(scaled, n.nics)))
+            for n in levels.nodes
+        )
+    )
+    bound = all_reduce_lower_bound(levels, S).seconds
+    assert all_reduce_lower_bound(faster, S).seconds * factor == bound
+    assert all_reduce_lower_bound(levels, 3 * S).seconds == 3 * bound
+
+
+@given(any_levels(), st.randoms())
+def test_relabelling_changes_nothing(levels, random):
+    nodes = list(levels.nodes)
+    names = list(range(levels.world_size))
+    random.shuffle(nodes)
+    random.shuffle(names)
+    other = Levels(
+        tuple(
+            NodeLevel(n.name, tuple(names[r] for r in n.ranks), n.intra, n.nics[::-1])
+            for n in nodes
+        )
+    )
+    assert all_reduce_lower_bound(other, S).seconds == all_reduce_lower_bound(levels, S).seconds
+
+
+@given(any_levels())
+def test_no_family_beats_the_bound(levels):
+    p = CostParameters.from_levels(levels)
+    # A stage that does not exist costs 0.0, which makes a sum of fractions a float.
+    bound = all_reduce_lower_bound(levels, S).seconds * (1 - Fraction(1, 10**12))
+    assert cost.flat_ring(p, S) >= bound
+    if p.ranks_per_node:
+        for count in (1, 2, 7, 100):
+            assert cost.hierarchical(p, [Fraction(S, count)] * count) >= bound
+            if p.num_nodes > 1:
+                assert cost.leader(p, [Fraction(S, count)] * count) >= bound
+                assert cost.leader(p, [Fraction(S, count)] * count, direct=False) >= bound
+
+
+@given(any_levels())
+def test_bound_is_the_largest_over_all_ways_to_divide_nodes(levels):
+    nodes = levels.nodes
+    if len(nodes) == 1:
+        return
+    network = sum(node_bandwidth(node, "nominal") for node in nodes)
+    weights = [1 / node_bandwidth(node, "nominal") for node in nodes]
+    for count in range(len(nodes) + 1):
+        for divided in combinations(nodes, count):
+            parts = len(nodes) + sum(len(node.ranks) - 1 for node in divided)
+            ports = sum(len(n.ranks) * n.intra.nominal for n in divided if len(n.ranks) > 1)
+            weights.append(2 * (parts - 1) / (network + ports))
+    weights += [
+        1 / (node.intra.nominal + node_bandwidth(node, "nominal"))
+        for node in nodes
+        if len(node.ranks) > 1
+    ]
+    assert all_reduce_lower_bound(levels, S).seconds == S * max(weights)
+
+
+@pytest.mark.parametrize(
+    ("levels", "complaint"),
+    [
+        (Levels(()), "no ranks"),
+        (Levels((NodeLevel("node0", (0, 2), rate(1), ()),)), r"\[0, 2\]"),
+        (cluster([2, 2], 1, []), "node0 has no NIC"),
+        (cluster([2, 2], 0.0, [1.0]), "node0's rank port"),
+        (cluster([2, 2], 1.0, [[1.0], [1.0, -1.0]]), "node1's NIC 1"),
+        (cluster([2, 2], 1.0, [1.0], nic_latency=-1), "node0's NIC 0"),
+    ],
+)
+def test_nonsense_levels_are_refused_by_name(levels, complaint):
+    with pytest.raises(PlanError, match=complaint):
+        all_reduce_lower_bound(levels, S)
