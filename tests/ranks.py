@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class _Job:
     call: bytes
     rank: int
     world_size: int
-    init: bool
+    store: str | None
     fresh: bool
     deadline_s: float
     env: dict[str, str]
@@ -232,23 +233,27 @@ class RankPool:
         deadline_s: float,
         env: dict[str, str] | None,
     ) -> None:
-        # A store of its own for each run: keys of an earlier one would lead to closed ports.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            # As under torchrun the store belongs to no rank.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": str(len(ranks)),
             "LOCAL_WORLD_SIZE": str(len(ranks)),
             "GLOO_SOCKET_IFNAME": "lo",
         }
+        if not init:
+            shared |= self._host_store()
+        store = str(Path(self._directory.name) / f"store-{next(self._names)}")
         call = pickle.dumps((fn, args))
         for index, rank in enumerate(ranks):
             names = {"RANK": str(index), "LOCAL_RANK": str(index)}
             environment = shared | names | (env or {})
             job = _Job(
-                call, index, len(ranks), init, fresh, deadline_s, environment, list(sys.path)
+                call,
+                index,
+                len(ranks),
+                store if init else None,
+                fresh,
+                deadline_s,
+                environment,
+                list(sys.path),
             )
             rank.outcome, rank.settled = Outcome(index), False
             rank.pipe.send_bytes(pickle.dumps(job))
@@ -282,6 +287,17 @@ class RankPool:
         failures, hung = _faults(ranks)
         if failures:
             raise RanksFailedError(failures, hung, deadline_s)
+
+    def _host_store(self) -> dict[str, str]:
+        """Start a store for ``env://``, which as under torchrun belongs to no rank."""
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            # TCPStore asks DNS for the name of ::ffff:127.0.0.1; no answer costs five seconds.
+            "RES_OPTIONS": "timeout:1",
+        }
 
     def _discard(self) -> None:
         _end(self._ranks)
@@ -374,6 +390,17 @@ def _serve(pipe: Any, stacks: str) -> None:
                 sys.exit(0 if ok else 1)
 
 
+def _init_gloo(job: _Job, path: str) -> None:
+    """Initialise the default group over a file: no port, no name look-up, no owner."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(path, job.world_size),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.deadline_s),
+    )
+
+
 def _perform(job: _Job, pipe: Any) -> bool:
     """Do one job and report; return whether it went well."""
     global _tell
@@ -388,15 +415,13 @@ def _perform(job: _Job, pipe: Any) -> bool:
     torch.set_num_threads(1)
     try:
         fn, args = pickle.loads(job.call)
-        if job.init:
-            from datetime import timedelta
-
-            dist.init_process_group("gloo", timeout=timedelta(seconds=job.deadline_s))
+        if job.store:
+            _init_gloo(job, job.store)
         result = fn(job.rank, job.world_size, *args)
         if not job.fresh:
             report("result", result)
             pipe.recv_bytes()
-        if job.init and dist.is_initialized():
+        if job.store and dist.is_initialized():
             dist.destroy_process_group()
         report("result", result)
     except BaseException:

@@ -159,12 +159,13 @@ def test_fresh_ranks_that_hang_are_killed_and_marked(ranks):
 
 
 SESSION = """
-from tests.ranks import RankPool
+from tests import ranks
 from tests.test_ranks import hangs_with_its_session
 
 if __name__ == "__main__":
     show = lambda run, rank, pid: print(pid, flush=True)
-    RankPool().fresh(hangs_with_its_session, 2, on_message=show, init=False)
+    ranks.PRELOAD = ["torch"]
+    ranks.RankPool().fresh(hangs_with_its_session, 2, on_message=show, init=False)
 """
 
 
