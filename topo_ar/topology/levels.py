@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Device, DeviceKind, Figure, Link, LinkKind, Source, Topology
 
+NETWORK_KINDS = frozenset({LinkKind.INFINIBAND, LinkKind.ETHERNET})
+
 _FAST = frozenset({LinkKind.NVLINK, LinkKind.XGMI})
 _SLOW = frozenset({LinkKind.PCIE, LinkKind.C2C, LinkKind.SHM})
 _RELAYS = frozenset(
@@ -83,7 +85,7 @@ def levels(topology: Topology) -> Levels:
             "list the device of each rank under `ranks`"
         )
     devices = {device.id: device for device in topology.devices}
-    links = _links_by_device(topology.links)
+    links = links_by_device(topology.links)
     ranks_of: dict[str, list[int]] = {}
     for rank, device_id in enumerate(topology.ranks):
         node = devices[device_id].node
@@ -113,12 +115,29 @@ def levels(topology: Topology) -> Levels:
     return Levels(tuple(nodes))
 
 
-def _links_by_device(links: Iterable[Link]) -> dict[str, list[Link]]:
+def links_by_device(links: Iterable[Link]) -> dict[str, list[Link]]:
+    """Return the links that end at each device."""
     by_device: dict[str, list[Link]] = {}
     for link in links:
         by_device.setdefault(link.a, []).append(link)
         by_device.setdefault(link.b, []).append(link)
     return by_device
+
+
+def port_links(links: Iterable[Link]) -> list[Link]:
+    """Return those of a rank's links that make its port inside the node: the fast ones, if any."""
+    links = list(links)
+    return [link for link in links if link.kind in _FAST] or [
+        link for link in links if link.kind in _SLOW
+    ]
+
+
+def relays(device: Device, link: Link) -> bool:
+    """Return whether a message over `link` goes on at `device`, so that it crosses two links."""
+    if device.kind is DeviceKind.CPU:
+        # A CPU forwards for PCIe; over shared memory it is itself a rank.
+        return link.kind is not LinkKind.SHM
+    return device.kind in _RELAYS
 
 
 def carries_data(nic: Device) -> bool:
@@ -222,17 +241,14 @@ def _message_seconds(device_id: str, link: Link, devices: Mapping[str, Device]) 
     if link.latency is None:
         return _MESSAGE_SECONDS.get(link.kind, _NETWORK_SECONDS)
     far = devices[link.b if link.a == device_id else link.a]
-    # A CPU forwards for PCIe; over shared memory it is itself a rank.
-    relayed = far.kind in _RELAYS or (far.kind is DeviceKind.CPU and link.kind is not LinkKind.SHM)
-    return link.latency.value * (2 if relayed else 1)
+    return link.latency.value * (2 if relays(far, link) else 1)
 
 
 def _nic_rate(
     nic: Device, links: Mapping[str, Sequence[Link]], devices: Mapping[str, Device]
 ) -> Rate | None:
     """Return the smaller of cable and PCIe; the latency is the cable's."""
-    network = frozenset({LinkKind.INFINIBAND, LinkKind.ETHERNET})
-    cable = _port(nic, links, network, devices)
+    cable = _port(nic, links, NETWORK_KINDS, devices)
     bus = _port(nic, links, frozenset({LinkKind.PCIE, LinkKind.C2C}), devices)
     sides = [side for side in (cable, bus) if side is not None]
     if not sides:
