@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning_cases import EQUAL, any_levels, cluster, equal
-from topo_ar.errors import PlanError
+from topo_ar.errors import TopologyError
 from topo_ar.planning import cost
-from topo_ar.planning.calibration import AffineFit, Calibration
+from topo_ar.planning.calibration import Calibration, predict_seconds
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.plan import Family
 
@@ -134,35 +134,11 @@ def test_optimal_chunk_count_minimises_the_safe_formula(nbytes):
     assert cost.optimal_chunk_count(CostParameters.from_levels(cluster([1, 1], 1, [1])), 99) == 1
 
 
-@given(
-    st.floats(0, 1e-2),
-    st.floats(1e-12, 1e-6),
-    st.lists(st.integers(1, 10**8), min_size=2, max_size=6, unique=True),
-)
-def test_affine_fit_finds_the_line(alpha, beta, sizes):
-    fit = AffineFit.of([(size, alpha + beta * size) for size in sizes])
-    assert fit.residual < 1e-5
-    for size in sizes:
-        assert fit.seconds(size) == pytest.approx(alpha + beta * size, rel=1e-5)
-
-
-def test_affine_fit_has_no_negative_term_and_needs_two_sizes():
-    fit = AffineFit.of([(10, 1.0), (20, 3.0)])
-    assert fit.alpha == 0
-    assert fit.beta > 0
-    fit = AffineFit.of([(10, 3.0), (20, 1.0)])
-    assert fit.beta == 0
-    with pytest.raises(PlanError, match="at least two sizes"):
-        AffineFit.of([(10, 1.0), (10, 2.0)])
-    with pytest.raises(PlanError, match="positive time"):
-        AffineFit.of([(10, 1.0), (20, 0.0)])
-
-
 def test_calibration_predicts_within_its_reach():
     line = tuple((size, 1e-3 + 8e-9 * size) for size in (10**5, 10**6, 10**7))
     calibration = Calibration({Family.FLAT_RING: line})
     assert calibration.predict(Family.FLAT_RING, 3 * 10**6) == pytest.approx(25e-3)
-    assert calibration.predict(Family.FLAT_RING, 4 * 10**7) == pytest.approx(321e-3)
+    assert calibration.predict(Family.FLAT_RING, 8 * 10**7) == pytest.approx(641e-3)
     assert calibration.predict(Family.FLAT_RING, 10**8) is None
     assert calibration.predict(Family.FLAT_RING, 10**4) is None
     assert calibration.predict(Family.HIERARCHICAL_LEADER, 10**6) is None
@@ -177,3 +153,10 @@ def test_calibration_takes_medians_and_follows_a_bend():
     beyond = calibration.predict(Family.FLAT_RING, 50 * 10**6)
     assert beyond == pytest.approx(0.37 + (0.37 - 0.018) * 25 / 24)
     assert math.isclose(calibration.predict(Family.FLAT_RING, 5000), 0.017, rel_tol=1e-3)
+
+
+def test_samples_that_predict_nothing():
+    assert predict_seconds([], 10) is None
+    assert predict_seconds([(10, 1.0), (10, 2.0)], 10) is None
+    with pytest.raises(TopologyError, match="no measurement"):
+        predict_seconds([(10, 1.0), (20, 0.0)], 10)

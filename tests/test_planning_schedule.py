@@ -42,8 +42,9 @@ def test_taper_tiles_the_buffer(nbytes, align):
     assert all(size <= largest for size in chunks[:-1])
     assert sum(chunks[-1:]) < largest + align
     assert all(b <= 2 * a for a, b in pairwise(chunks[:-1]))
-    if len(chunks) > 2:
-        assert chunks[0] == max(1, min(edge_nbytes(nbytes), largest) // align) * align
+    if nbytes >= MIB:
+        assert chunks[0] == edge_nbytes(nbytes)
+        assert edge_nbytes(nbytes) <= chunks[-1] < edge_nbytes(nbytes) + align
 
 
 def test_taper_of_25_mb():

@@ -7,12 +7,14 @@ import typer
 
 from topo_ar.errors import ConfigError
 from topo_ar.planning.plan import Family
-from topo_ar.topology.model import Topology, from_json
+from topo_ar.topology.model import Topology
 from topo_ar.units import parse_rate, parse_size
 
 
 def plan(
-    topology: Annotated[str, typer.Argument(help="A topology file (JSON) or a preset's name.")],
+    topology: Annotated[
+        str, typer.Argument(help="A topology file (JSON or NCCL XML) or a preset.")
+    ],
     sizes: Annotated[
         str, typer.Option("--size", "-s", help="Buffer sizes, such as 25MB or 64K,25MB,1G.")
     ],
@@ -74,27 +76,23 @@ def load_topology(
     Raises
     ------
     ConfigError
-        If there is neither, the file cannot be read, or a preset's option is given for a file.
+        If there is neither, or a preset's option is given for a file.
     TopologyError
-        If the file is not a sound topology.
+        If the file cannot be read or is no sound topology.
     """
     from topo_ar.topology.presets import PRESETS, preset
+    from topo_ar.topology.readers import read
 
-    path = Path(name)
     if name in PRESETS:
         rates = None if nic is None else [parse_rate(rate) for rate in nic.split(",")]
         return preset(name, 1 if nodes is None else nodes, ranks_per_node, rates)
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+    if not Path(name).exists():
         raise ConfigError(
             f"{name!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror}") from None
+        )
     if nodes is not None or ranks_per_node is not None or nic is not None:
         raise ConfigError(
             f"--nodes, --ranks-per-node and --nic shape a preset, but {name} is a file; "
             "leave them out"
         )
-    return from_json(text)
+    return read(Path(name))

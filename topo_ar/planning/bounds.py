@@ -1,8 +1,8 @@
 """What no all-reduce can beat on two levels, and which port or cut says so.
 
-The bounds hold for every algorithm in which ranks send, receive and add and switches only forward
-(no multicast, no addition inside a switch). All arithmetic is generic: with rates given as
-``fractions.Fraction`` the results are exact.
+The bounds hold for every algorithm that uses the ports named in the levels, in which ranks send,
+receive and add, and switches only forward (no multicast, no addition inside a switch). All
+arithmetic is generic: with rates given as ``fractions.Fraction`` the results are exact.
 """
 
 from collections import Counter
