@@ -54,6 +54,7 @@ class Cluster:
         self.layout = lay_out(spec)
         self._keep = kept_paths(keep)
         self._namespaces: Namespaces | None = None
+        self._rates: dict[tuple[str, str], float] = {}
         self._jobs: list[tuple[str, subprocess.Popen[Any]]] = []
 
     def start(self) -> Self:
@@ -173,6 +174,10 @@ class Cluster:
             raise EmulationError(f"{argv[0]} on {host} ended with {job.returncode}: {said[0]}")
         return str(output)
 
+    def rate(self, host: str, nic: str) -> float:
+        """Return the rate in bytes/s at which a NIC is shaped now."""
+        return self._rates.get((host, nic), self._nic(host, nic).rate)
+
     def set_rate(self, host: str, nic: str, rate: str | float) -> None:
         """Shape a NIC anew, in both directions, while traffic flows.
 
@@ -182,6 +187,7 @@ class Cluster:
         if value <= 0:
             raise ConfigError(f"a link of {rate} bytes/s carries nothing; use link(up=False)")
         entry = self._nic(host, nic)
+        self._rates[host, nic] = value
         for target, device in ((host, entry.name), (SWITCH, entry.port)):
             line = bucket(device, value, self.spec.burst)
             self._live(host).run(target, f"tc {line}\n")

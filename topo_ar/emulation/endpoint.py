@@ -1,21 +1,21 @@
-"""One end of the self-check's TCP connection: ping-pong, then a copy in both directions at once.
+"""One end of the self-check's TCP connection: ping-pong, then a copy each way.
 
-``python -I -S endpoint.py serve|connect ADDRESS PORT SECONDS``. Prints ``ready`` when it listens
-and a line of JSON at the end: ``received`` bytes/s and, from the connecting end, the round trips in
-seconds, the share of the CPUs that was busy, and the congestion control of its socket. Standard
-library only, so that it starts in a few milliseconds.
+``python -I -S endpoint.py serve|connect ADDRESS PORT SECONDS PACE``. Prints ``ready`` when it
+listens and, at the end, a line of JSON: ``received`` bytes/s, the round trips in seconds, the share
+of the CPUs that was busy, and the congestion control of its socket. Standard library only, so that
+it starts in a few milliseconds.
 """
 
 import json
-import select
 import socket
 import sys
 import time
 
 _PINGS = 50
-_WARM_UP = 0.25
+_WARM_UP = 0.3
 _DEADLINE = 20.0
-_PIECE = 1 << 18
+_PIECE = 1 << 16
+_SO_MAX_PACING_RATE = 47
 
 
 def _cpu_seconds() -> tuple[int, int]:
@@ -38,30 +38,29 @@ def _round_trips(peer: socket.socket, first: bool) -> list[float]:
     return sorted(trips)
 
 
-def _copy(peer: socket.socket, seconds: float) -> float:
-    """Send and receive for `seconds` and return the received bytes/s, slow start left out."""
-    data, space = memoryview(bytes(_PIECE)), bytearray(_PIECE)
-    peer.setblocking(False)
+def _send(peer: socket.socket, seconds: float) -> None:
+    data = bytes(_PIECE)
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        peer.sendall(data)
+    peer.shutdown(socket.SHUT_WR)
+
+
+def _receive(peer: socket.socket, seconds: float) -> float:
+    """Return the bytes/s that arrive until the peer ends, without the start."""
+    space = bytearray(_PIECE)
+    if not peer.recv_into(space):
+        return 0.0
     begun = time.monotonic()
     first = last = 0.0
-    received, sending = 0, True
-    while True:
-        ready, writable, _ = select.select([peer], [peer] if sending else [], [], _DEADLINE)
+    received = 0
+    while count := peer.recv_into(space):
         now = time.monotonic()
-        if not ready and not writable:
-            raise TimeoutError("the peer is silent")
-        if sending and now - begun >= seconds:
-            sending = False
-            peer.shutdown(socket.SHUT_WR)
-        elif writable:
-            peer.send(data)
-        if ready:
-            count = peer.recv_into(space)
-            if not count:
-                break
-            if now - begun >= _WARM_UP * seconds and now - begun <= seconds:
-                received += count if first else 0
-                first, last = first or now, now
+        if first:
+            received += count
+            last = now
+        elif now - begun >= _WARM_UP * seconds:
+            first = now
     return received / (last - first) if last > first else 0.0
 
 
@@ -77,14 +76,21 @@ def _open(role: str, address: str, port: int) -> socket.socket:
 
 def main() -> None:
     """Run the role named on the command line."""
-    role, address, port, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+    role, address, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    seconds, pace = float(sys.argv[4]), int(sys.argv[5])
     with _open(role, address, port) as peer:
         peer.settimeout(_DEADLINE)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Slow start would flood the bucket's queue, and recover for longer than the copy lasts.
+        peer.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, pace)
         trips = _round_trips(peer, first=role == "connect")
         control = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         total, idle = _cpu_seconds()
-        received = _copy(peer, seconds) if seconds > 0 else 0.0
+        if role == "connect":
+            _send(peer, seconds)
+        received = _receive(peer, seconds)
+        if role == "serve":
+            _send(peer, seconds)
         total, idle = (now - then for now, then in zip(_cpu_seconds(), (total, idle), strict=True))
     result = {
         "received": received,

@@ -61,7 +61,7 @@ def preflight() -> tuple[Missing, ...]:
         )
         for name in absent
     ]
-    ignoring = None if "env" in absent else _run(["env", "--ignore-signal=CHLD", "true"])
+    ignoring = None if "env" in absent else _run(["env", "--ignore-signal=CHLD", "env"])
     if ignoring is not None and ignoring.returncode != 0:
         missing.append(
             Missing(
