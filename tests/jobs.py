@@ -13,7 +13,7 @@ def communicator(rank: int, hosts: list[int], **options: object) -> Iterator[Com
     """A communicator in which rank r counts as being on host ``hosts[r]``."""
     os.environ[HOST_ID_ENV] = str(hosts[rank])
     try:
-        with Communicator(timeout_s=20.0, **options) as made:
+        with Communicator(**{"timeout_s": 20.0, **options}) as made:
             yield made
     finally:
         del os.environ[HOST_ID_ENV]

@@ -1,1 +1,74 @@
-"""Topology-aware hierarchical all-reduce for data-parallel training."""
+"""Topology-aware hierarchical all-reduce for data-parallel training.
+
+::
+
+    topo = topo_ar.discover()                  # this host, or the whole job
+    topo = topo_ar.read("topology.xml")        # or topo_ar.preset("dgx-h100", nodes=4)
+    plan = topo_ar.plan(topo, nbytes=25_000_000)
+    model = topo_ar.ddp(module)                # a DDP with the planned all-reduce
+    handle = topo_ar.attach(ddp)               # the same on a DDP that exists
+    topo_ar.all_reduce(tensor)                 # the engine by hand
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from topo_ar._version import __version__
+from topo_ar.errors import (
+    ConfigError,
+    EmulationError,
+    ExecutionError,
+    PlanError,
+    TopoError,
+    TopologyError,
+)
+
+if TYPE_CHECKING:
+    from topo_ar.api import all_reduce, discover, plan
+    from topo_ar.execution.communicator import Communicator
+    from topo_ar.integrations.ddp import attach, ddp
+    from topo_ar.planning.plan import Plan
+    from topo_ar.topology.model import Topology
+    from topo_ar.topology.presets import preset
+    from topo_ar.topology.readers import read
+
+# Loaded at first use: planning must not wait for torch.
+_HOMES = {
+    "Communicator": "topo_ar.execution.communicator",
+    "Plan": "topo_ar.planning.plan",
+    "Topology": "topo_ar.topology.model",
+    "all_reduce": "topo_ar.api",
+    "attach": "topo_ar.integrations.ddp",
+    "ddp": "topo_ar.integrations.ddp",
+    "discover": "topo_ar.api",
+    "plan": "topo_ar.api",
+    "preset": "topo_ar.topology.presets",
+    "read": "topo_ar.topology.readers",
+}
+
+__all__ = [
+    "Communicator",
+    "ConfigError",
+    "EmulationError",
+    "ExecutionError",
+    "Plan",
+    "PlanError",
+    "TopoError",
+    "Topology",
+    "TopologyError",
+    "__version__",
+    "all_reduce",
+    "attach",
+    "ddp",
+    "discover",
+    "plan",
+    "preset",
+    "read",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'topo_ar' has no attribute {name!r}")
+    return getattr(import_module(home), name)

@@ -5,6 +5,7 @@ import sys
 import typer
 
 from topo_ar._version import __version__
+from topo_ar.cli.bench import bench
 from topo_ar.cli.emulate import emulate
 from topo_ar.cli.explain import explain
 from topo_ar.cli.plan import plan
@@ -27,6 +28,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 app.command()(plan)
+app.command()(bench)
 app.command()(explain)
 app.command()(emulate)
 

@@ -22,6 +22,7 @@ from topo_ar.execution.discover import discover_job
 from topo_ar.execution.gather import Channel, Colocation, agree_on_nonce, find_colocated
 from topo_ar.execution.kernels import Kernel, supported
 from topo_ar.execution.loop import Loop, Ticket
+from topo_ar.execution.measure import measure_levels
 from topo_ar.execution.network import local_address
 from topo_ar.execution.pipeline import Collective, Pipeline, Span
 from topo_ar.execution.program import ChunkProgram, compile_program
@@ -40,11 +41,7 @@ logger = logging.getLogger("topo_ar")
 SLOT_NBYTES = 2 << 20
 DEFAULT_TIMEOUT_S = 600.0
 _SETUP_TIMEOUT_S = 60.0
-_MODES: dict[str, Family | None] = {
-    "auto": None,
-    "flat": Family.FLAT_RING,
-    "hierarchical": Family.HIERARCHICAL_PIPELINED,
-}
+_MODES = ("auto", "flat", "hierarchical")
 
 
 _live: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
@@ -79,6 +76,8 @@ class Communicator:
     plan : str or Plan
         ``"auto"`` lets the planner choose for every size, ``"flat"`` keeps to torch.distributed,
         ``"hierarchical"`` excludes it; a `Plan` is used for tensors of its size.
+    measure : bool
+        Measure latency and payload rate of both levels first, about a second, and plan with them.
     timeout_s : float
         How long a collective may stand still before it fails.
 
@@ -98,6 +97,7 @@ class Communicator:
         *,
         topology: Topology | None = None,
         plan: str | Plan = "auto",
+        measure: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         if isinstance(plan, str) and plan not in _MODES:
@@ -112,6 +112,8 @@ class Communicator:
         colocation = find_colocated(self._channel, self._owned)
         self.nodes = colocation.nodes
         self.topology = topology or discover_job(self._channel, colocation.nodes)
+        if measure:
+            self.topology = measure_levels(self._channel, self.nodes, self.topology)
         self._levels = levels(self.topology)
         self._topology_hash = topology_hash(self.topology)
         self._require_fit()
@@ -171,20 +173,26 @@ class Communicator:
         PlanError
             If no plan can be made.
         """
-        if isinstance(self._mode, Plan):
+        family: Family | None = None
+        if self.plain_reason is not None or self._mode == "flat":
+            family = Family.FLAT_RING
+        elif isinstance(self._mode, Plan):
             if self._mode.nbytes == nbytes:
                 return self._mode
-            family: Family | None = self._mode.family
-        else:
-            family = _MODES[self._mode]
-        if self.plain_reason is not None:
-            family = Family.FLAT_RING
+            family = self._mode.family
+        plan = self._plan(nbytes, itemsize, family)
+        if self._mode == "hierarchical" and plan.family is Family.FLAT_RING and family is None:
+            plan = self._plan(nbytes, itemsize, Family.HIERARCHICAL_PIPELINED)
+        return plan
+
+    def _plan(self, nbytes: int, itemsize: int, family: Family | None) -> Plan:
         return make_plan(
             self._levels,
             nbytes,
             topology_hash=self._topology_hash,
             itemsize=itemsize,
             family=family,
+            max_chunk_nbytes=SLOT_NBYTES,
         )
 
     def all_reduce(
@@ -265,6 +273,20 @@ class Communicator:
     def error(self) -> ExecutionError | None:
         """The failure that ended this communicator, or None."""
         return self._loop.error
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def nics_per_node(self) -> int:
+        """The number of NICs of the node that has the fewest."""
+        return min(len(node.nics) for node in self._levels.nodes)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in rank order. Collective, while nothing is in flight."""
+        return self._channel.all_gather(data)
 
     def record_spans(self, enabled: bool = True) -> list[Span]:
         """Return what was recorded so far and start (or stop) recording spans of every chunk."""

@@ -24,7 +24,7 @@ from topo_ar.planning.schedule import Stage
 
 logger = logging.getLogger("topo_ar")
 
-YIELDS_BEFORE_BLOCKING = 50
+YIELDS_BEFORE_BLOCKING = 5
 # A wake-up can be missed when two ranks finish a stage within one store buffer; it costs this much.
 _RECHECK_S = 0.02
 

@@ -21,6 +21,7 @@ _HEADER: Final = struct.Struct("<IIqqQ")
 _MAGIC: Final = 0x544F504F
 _BUFFER_NBYTES: Final = 4 << 20
 _TEXT_LIMIT_NBYTES: Final = 4096
+_WAKE_NBYTES: Final = 128 << 10
 
 
 class Kind(IntEnum):
@@ -73,6 +74,7 @@ class Flow:
         self.received_nbytes = 0
         self._queue: deque[tuple[memoryview, memoryview, Callable[[], None]]] = deque()
         self._sent_of_head = 0
+        self._low_water = 1
         self._header = bytearray(_HEADER.size)
         self._header_view = memoryview(self._header)
         self._header_fill = 0
@@ -148,11 +150,19 @@ class Flow:
         while self._target_fill < self._size:
             count = self._read_into(self._target[self._target_fill :])
             if count <= 0:
+                self._wake_at(self._size - self._target_fill)
                 return moved
             self._target_fill += count
             moved = True
         self._finish_frame(receiver)
         return True
+
+    def _wake_at(self, nbytes: int) -> None:
+        # One wake-up for many segments instead of one for each.
+        wanted = min(nbytes, _WAKE_NBYTES)
+        if wanted != self._low_water:
+            self._low_water = wanted
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _parse_header(self) -> None:
         magic, self._kind, self._index, self._fingerprint, self._size = _HEADER.unpack(self._header)
@@ -176,6 +186,7 @@ class Flow:
         return target
 
     def _finish_frame(self, receiver: Receiver) -> None:
+        self._wake_at(1)
         kind, index, target = self._kind, self._index, self._target
         self._header_fill = self._target_fill = 0
         self._target = None
