@@ -63,6 +63,9 @@ class Job:
         self._grace_s = grace_s
         self._begun = time.monotonic()
         self._stopped: set[int] = set()
+        self._ended_at = self._begun
+        self._timed_out = False
+        self._running = set(range(len(ranks)))
         self._selector = selectors.DefaultSelector()
         for number, process in enumerate(ranks):
             self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, number)
@@ -80,28 +83,25 @@ class Job:
         limit = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._await(limit)
-            timed_out = bool(self._running()) and time.monotonic() >= limit
-            self._end(signal.SIGTERM)
+            self._timed_out |= bool(self._running) and time.monotonic() >= limit
+            return self.stop()
         except BaseException:
             self._end(signal.SIGINT)
             raise
-        codes = tuple(process.returncode for process in self._ranks)
-        seconds = time.monotonic() - self._begun
-        return Results(codes, frozenset(self._stopped), timed_out, seconds)
 
-    def stop(self) -> None:
-        """End what still runs: SIGTERM, and SIGKILL a few seconds later."""
+    def stop(self) -> Results:
+        """End what still runs, by SIGTERM and some seconds later by SIGKILL; return the results."""
         self._end(signal.SIGTERM)
-
-    def _running(self) -> list[int]:
-        return [key.data for key in self._selector.get_map().values()]
+        codes = tuple(process.returncode for process in self._ranks)
+        seconds = self._ended_at - self._begun
+        return Results(codes, frozenset(self._stopped), self._timed_out, seconds)
 
     def _await(self, limit: float) -> None:
         failed = False
-        while self._running() and time.monotonic() < limit:
-            for rank in self._ended(limit):
+        while self._running and time.monotonic() < limit:
+            for rank in self._wait_once(limit):
                 code = self._ranks[rank].returncode
-                if code != 0 and self._running() and not failed:
+                if code != 0 and self._running and not failed:
                     failed = True
                     limit = min(limit, time.monotonic() + self._grace_s)
                     _log.warning(
@@ -110,28 +110,29 @@ class Job:
                     )
 
     def _end(self, first: signal.Signals) -> None:
-        if self._selector.get_map() is None:
-            return
         for number, seconds in ((first, _STOP_SECONDS), (signal.SIGKILL, math.inf)):
-            self._stopped.update(self._running())
-            for rank in self._running():
+            self._stopped |= self._running
+            for rank in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._ranks[rank].pid, number)
             limit = time.monotonic() + seconds
-            while self._running() and time.monotonic() < limit:
-                self._ended(limit)
+            while self._running and time.monotonic() < limit:
+                self._wait_once(limit)
         self._selector.close()
         for reader in self._readers:  # a process that left the job may hold the pipe open
             reader.join(1.0)
 
-    def _ended(self, limit: float) -> list[int]:
+    def _wait_once(self, limit: float) -> list[int]:
+        """Wait for at least one rank to end, at most until `limit`; return those that did."""
         pause = None if limit == math.inf else max(0.0, limit - time.monotonic())
-        ended = []
+        ended: list[int] = []
         for key, _ in self._selector.select(pause):
             self._ranks[key.data].wait()
             self._selector.unregister(key.fd)
             os.close(key.fd)
+            self._running.discard(key.data)
             ended.append(key.data)
+            self._ended_at = time.monotonic()
         return ended
 
 
