@@ -196,7 +196,10 @@ class Communicator:
         )
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM
+        self,
+        tensor: torch.Tensor,
+        op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM,
+        on_done: Callable[[], None] | None = None,
     ) -> "torch.futures.Future[torch.Tensor]":
         """Reduce `tensor` in place over all ranks and return a future of it.
 
@@ -210,6 +213,8 @@ class Communicator:
             Contiguous, any shape, also empty.
         op : ReduceOp
             ``SUM``, ``AVG`` (floating point), or another operation of torch.distributed.
+        on_done : callable, optional
+            Called on the communication thread just before the future completes without error.
 
         Raises
         ------
@@ -220,6 +225,8 @@ class Communicator:
         _check(tensor, op)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         if tensor.numel() == 0 or self.world_size == 1:
+            if on_done is not None:
+                on_done()
             future.set_result(tensor)
             return future
         prepared = self._prepare(tensor)
@@ -227,7 +234,7 @@ class Communicator:
             number = self._next_ticket
             self._next_ticket += 1
             work = self._work(number, tensor, op, prepared)
-            self._loop.submit(Ticket(number, tensor, future, work))
+            self._loop.submit(Ticket(number, tensor, future, work, on_done))
         return future
 
     def _work(

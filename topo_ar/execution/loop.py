@@ -33,13 +33,15 @@ _RECHECK_S = 0.02
 class Ticket:
     """One call of all_reduce: its future, and what is to be done for it.
 
-    `work` is a `Collective` for the pipeline, or a function that reduces by the plain path.
+    `work` is a `Collective` for the pipeline, or a function that reduces by the plain path;
+    `on_done` runs before anyone who waits for the future learns of it.
     """
 
     number: int
     tensor: torch.Tensor
     future: "torch.futures.Future[torch.Tensor]"
     work: Collective | Callable[[], None]
+    on_done: Callable[[], None] | None = None
 
 
 class Loop:
@@ -152,6 +154,8 @@ class Loop:
 
     def _complete(self, number: int) -> None:
         ticket = self._open.pop(number)
+        if ticket.on_done is not None:
+            ticket.on_done()
         ticket.future.set_result(ticket.tensor)
 
     def _wait(self) -> None:

@@ -4,6 +4,7 @@ No ``from __future__ import annotations`` here: torch compares the hook's annota
 """
 
 import logging
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,8 +31,8 @@ logger = logging.getLogger("topo_ar")
 class DDPHook:
     """The communication hook; register it by hand with ``ddp.register_comm_hook(None, hook.hook)``.
 
-    Saving a DDP pickles its hooks, so a hook pickles without its communicator; a loaded one fails
-    its buckets until `attach` gives the model a new one.
+    Saving a DDP pickles its hooks, so a hook pickles without its communicator. Torch does not
+    register the hooks of a loaded DDP again; call `attach` on it.
 
     Parameters
     ----------
@@ -59,12 +60,10 @@ class DDPHook:
                     "topo_ar.attach on a new DistributedDataParallel"
                 )
             tensor = bucket.buffer()
-            call = self.recorder.called(bucket, tensor) if self.recorder else None
-            future = self.communicator.all_reduce(tensor, dist.ReduceOp.AVG)
-            if call is not None and self.recorder is not None:
-                recorder = self.recorder
-                future.add_done_callback(lambda _: recorder.done(call))
-            return future
+            on_done = None
+            if self.recorder is not None:
+                on_done = partial(self.recorder.done, self.recorder.called(bucket, tensor))
+            return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done)
         except BaseException as error:
             self.error = error
             logger.exception("the hook failed")
