@@ -363,7 +363,7 @@ def test_a_hidden_far_end_is_a_switch_never_a_peer(sentinel: str) -> None:
 
 def test_a_gpu_without_links_beside_gpus_with_links_is_named() -> None:
     topology = read(system(row("0000:c0:00.0", 18), row("0000:c0:00.0", 18), ""))
-    assert any("gpu2: 0 links" in note and "up to 18" in note for note in topology.notes)
+    assert any("gpu2: shows 0 NVLink" in note and "node 18" in note for note in topology.notes)
     [node] = levels(topology).nodes
     assert node.intra.payload == 48e9
 

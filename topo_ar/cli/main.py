@@ -9,6 +9,8 @@ from topo_ar.cli.bench import bench
 from topo_ar.cli.emulate import emulate
 from topo_ar.cli.explain import explain
 from topo_ar.cli.plan import plan
+from topo_ar.cli.probe import probe
+from topo_ar.cli.show import show
 from topo_ar.errors import TopoError
 
 app = typer.Typer(
@@ -27,6 +29,8 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
+app.command()(probe)
+app.command()(show)
 app.command()(plan)
 app.command()(bench)
 app.command()(explain)

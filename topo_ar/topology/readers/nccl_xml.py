@@ -16,7 +16,7 @@ from topo_ar.topology.readers.nccl_devices import (
     pci_attributes,
     pcie_link,
 )
-from topo_ar.topology.readers.nccl_gpu_links import GpuRow, connect_gpus
+from topo_ar.topology.readers.nccl_gpu_links import GpuRow, read_gpu_links
 from topo_ar.topology.readers.xml_tree import Element, parse
 
 FORMAT = "nccl-xml"
@@ -79,7 +79,10 @@ def read_text(text: str, name: str) -> Topology:
         _join_cpus(draft, together)
     name_devices(draft)
     rows = [GpuRow(i, gpu.node, gpu.cpu, gpu.busid, gpu.inner) for i, gpu in draft.gpus()]
-    connect_gpus(rows, draft.links, draft.devices, draft.notes)
+    found = read_gpu_links(rows)
+    draft.devices += found.switches
+    draft.links += found.links
+    draft.notes += found.notes
     return draft.topology()
 
 

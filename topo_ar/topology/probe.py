@@ -1,0 +1,237 @@
+"""The topology of this one machine: GPUs from NVML, everything else from /sys."""
+
+import os
+import platform
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from topo_ar.errors import ConfigError
+from topo_ar.topology.interfaces import Interface, Kernel, find_interfaces
+from topo_ar.topology.model import (
+    Device,
+    DeviceKind,
+    Link,
+    LinkKind,
+    Source,
+    Topology,
+    validate,
+)
+from topo_ar.topology.nvml import Gpu, probe_gpus
+from topo_ar.topology.presets import FABRIC, shm_link
+from topo_ar.topology.rates import Rates, interconnect_rate
+from topo_ar.topology.sysfs import (
+    PciPlace,
+    numa_nodes,
+    pci_directory,
+    pci_link,
+    pci_place,
+    read_value,
+)
+
+NODE = "node0"
+_HOST = f"{NODE}/host"
+_GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+_GPU_VENDORS = ("0x10de", "0x1002")
+
+
+def probe(
+    num_ranks: int | None = None,
+    *,
+    sysfs: Path = Path("/sys"),
+    kernel: Kernel | None = None,
+    nvml: Any = None,
+) -> Topology:
+    """Return the topology of this machine. Nothing is measured and nothing needs root.
+
+    Each GPU is a rank. Without GPUs, or where more ranks are asked for than there are GPUs, the
+    ranks sit on CPUs and meet in the host's memory. All NICs that are up lead to one switch.
+
+    Parameters
+    ----------
+    num_ranks : int, optional
+        Ranks to place on CPUs; 1 when left out.
+    sysfs : Path
+        Root of the kernel's description of its devices.
+    kernel : Kernel, optional
+        Asked for what sysfs does not tell.
+    nvml : module, optional
+        Binding to NVML; ``pynvml`` when left out.
+
+    Raises
+    ------
+    ConfigError
+        If `num_ranks` is not positive.
+    """
+    if num_ranks is not None and num_ranks < 1:
+        raise ConfigError(f"{num_ranks} ranks are not possible; take at least 1")
+    draft = _Draft(sysfs)
+    found = probe_gpus(NODE, nvml)
+    draft.notes += found.notes
+    if found.gpus:
+        draft.add_numa_nodes()
+    for gpu in found.gpus:
+        draft.add_gpu(gpu)
+    draft.devices += found.links.switches
+    draft.links += found.links.links
+    if len(found.gpus) < (num_ranks or 1):
+        draft.place_on_cpus(num_ranks or 1, len(found.gpus))
+    interfaces = find_interfaces(sysfs, kernel or Kernel())
+    draft.notes += interfaces.notes
+    draft.add_nics(interfaces.nics)
+    if not found.gpus:
+        draft.note_other_gpus()
+    return validate(
+        Topology(
+            "this machine",
+            tuple(draft.devices),
+            tuple(draft.links),
+            tuple(draft.ranks),
+            tuple(draft.notes),
+        )
+    )
+
+
+@dataclass(slots=True)
+class _Draft:
+    sysfs: Path
+    devices: list[Device] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    ranks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    numas: list[int] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+
+    def add(self, device: Device) -> None:
+        """Add a device unless it is there."""
+        if device.id not in self.ids:
+            self.ids.add(device.id)
+            self.devices.append(device)
+
+    def add_numa_nodes(self) -> None:
+        """Add a CPU device for each NUMA node, all joined."""
+        self.numas = numa_nodes(self.sysfs) or [0]
+        for numa in self.numas:
+            self.add(Device(_numa(numa), DeviceKind.CPU, NODE, numa))
+        rate = interconnect_rate(*_cpu_model(), Source.SYSFS)
+        for i, numa in enumerate(self.numas):
+            for other in self.numas[i + 1 :]:
+                self.links.append(Link(_numa(numa), _numa(other), LinkKind.UPI, effective=rate))
+
+    def add_gpu(self, gpu: Gpu) -> None:
+        """Add a GPU as the next rank, and its way to the CPU."""
+        place = pci_place(self.sysfs, pci_directory(self.sysfs, gpu.busid))
+        attributes: dict[str, str | int | float | bool] = {"busid": gpu.busid, "name": gpu.name}
+        if gpu.sm is not None:
+            attributes["sm"] = gpu.sm
+        numa = place.numa if place else None
+        self.add(Device(gpu.device, DeviceKind.GPU, NODE, numa, attributes))
+        self.ranks.append(gpu.device)
+        if place is None:
+            self.notes.append(f"{gpu.device}: {gpu.busid} is not under /sys; its PCIe is not known")
+        self._attach(gpu.device, place)
+
+    def place_on_cpus(self, num_ranks: int, num_gpus: int) -> None:
+        """Let all ranks sit on CPUs that share the host's memory."""
+        if num_gpus:
+            self.notes.append(f"{num_ranks} ranks are more than {num_gpus} GPUs; they sit on CPUs")
+        self._add_host()
+        self.ranks = [f"{NODE}/cpu{i}" for i in range(num_ranks)]
+        for cpu in self.ranks:
+            self.add(Device(cpu, DeviceKind.CPU, NODE))
+            self.links.append(shm_link(cpu, _HOST, Source.ASSUMED))
+
+    def add_nics(self, nics: tuple[Interface, ...]) -> None:
+        """Add the NICs with their way to the CPU and a switch they all lead to."""
+        if not nics:
+            self.notes.append("no NIC that is up was found")
+            return
+        self.add(Device(FABRIC, DeviceKind.SWITCH))
+        best_rdma = max((nic.rate.value for nic in nics if nic.is_rdma), default=0.0)
+        for index, nic in enumerate(nics):
+            device = f"{NODE}/nic{index}"
+            attributes: dict[str, str | int | float | bool] = {"name": nic.name}
+            if nic.rate.value < best_rdma / 2:
+                attributes["data"] = False
+                self.notes.append(
+                    f"{nic.name} carries no data: below half the rate of the best RDMA device"
+                )
+            if nic.place:
+                attributes["busid"] = nic.place.busid
+            numa = nic.place.numa if nic.place else None
+            self.add(Device(device, DeviceKind.NIC, NODE, numa, attributes))
+            self._attach(device, nic.place)
+            if nic.rate.source is Source.ASSUMED:
+                self.notes.append(f"{nic.name}: {nic.rate.note}; its rate is assumed")
+            self.links.append(
+                Link(device, FABRIC, nic.kind, nominal=nic.rate, effective=nic.payload)
+            )
+
+    def note_other_gpus(self) -> None:
+        """Say it where PCI shows GPUs that nothing else told of."""
+        shown = []
+        for path in sorted((self.sysfs / "bus" / "pci" / "devices").glob("*")):
+            pci_class = read_value(path / "class") or ""
+            vendor = read_value(path / "vendor") or ""
+            if pci_class.startswith(_GPU_CLASSES) and vendor in _GPU_VENDORS:
+                shown.append(path.name)
+        if shown:
+            self.notes.append(
+                f"PCI shows {len(shown)} GPUs that could not be asked ({', '.join(shown)}); "
+                "ranks sit on CPUs"
+            )
+
+    def _attach(self, device: str, place: PciPlace | None) -> None:
+        """Link a device to the bridges above it and to its NUMA node, or to the host."""
+        way = (place.busid, *place.bridges) if place else ()
+        numa = place.numa if place else None
+        here = device
+        for busid, above in pairwise(way):
+            there = f"{NODE}/pci-{above}"
+            is_known = there in self.ids
+            self.add(Device(there, DeviceKind.PCIE_SWITCH, NODE, numa))
+            self._add_pcie(here, there, busid)
+            if is_known:
+                return
+            here = there
+        self._add_pcie(here, self._root(device, place), way[-1] if way else None)
+
+    def _add_pcie(self, a: str, b: str, busid: str | None) -> None:
+        rates, note = pci_link(self.sysfs, busid) if busid else (Rates(), "")
+        if note:
+            self.notes.append(note)
+        self.links.append(Link(a, b, LinkKind.PCIE, rates.nominal, rates.effective))
+
+    def _root(self, device: str, place: PciPlace | None) -> str:
+        """Return the CPU device above the last bridge; the host where that is not known."""
+        if not self.numas:
+            self._add_host()
+            return _HOST
+        if place is not None and place.numa in self.numas:
+            return _numa(place.numa)
+        if len(self.numas) == 1:
+            return _numa(self.numas[0])
+        self.notes.append(f"{device}: NUMA node not known, taken to be equally far from all")
+        self._add_host()
+        return _HOST
+
+    def _add_host(self) -> None:
+        if _HOST not in self.ids:
+            self.add(Device(_HOST, DeviceKind.HOST, NODE))
+            self.links += [Link(_HOST, _numa(numa), LinkKind.UPI) for numa in self.numas]
+
+
+def _numa(numa: int | None) -> str:
+    return f"{NODE}/numa{numa}"
+
+
+def _cpu_model() -> tuple[str | None, str | None, int | None]:
+    """Return architecture, vendor and model of the CPU as NCCL writes them."""
+    arch = {"x86_64": "x86_64", "aarch64": "arm64", "ppc64le": "ppc64"}.get(platform.machine())
+    fields = dict[str, str]()
+    for line in (read_value(Path(os.sep, "proc", "cpuinfo")) or "").splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    model = fields.get("model", "")
+    return arch, fields.get("vendor_id"), int(model) if model.isdigit() else None
