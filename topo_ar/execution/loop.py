@@ -27,6 +27,7 @@ logger = logging.getLogger("topo_ar")
 YIELDS_BEFORE_BLOCKING = 5
 # A wake-up can be missed when two ranks finish a stage within one store buffer; it costs this much.
 _RECHECK_S = 0.02
+_PATIENCE = 0.05
 
 
 @dataclass(slots=True)
@@ -161,12 +162,12 @@ class Loop:
     def _wait(self) -> None:
         remaining = self._last_move + self.timeout_s - time.monotonic()
         if remaining <= 0:
-            raise self._deadline_error()
+            self._require_patience(-remaining)
         self._node.set_asleep(True)
         if self.pipeline.turn():
             self._last_move = time.monotonic()
         else:
-            self._block(min(remaining, _RECHECK_S))
+            self._block(_RECHECK_S)
         self._node.set_asleep(False)
 
     def _block(self, timeout_s: float | None) -> None:
@@ -192,7 +193,7 @@ class Loop:
     def _require_not_needed(self, rank: int, what: str) -> None:
         # A rank that has finished every open collective may go: what it published stays mapped.
         if self.pipeline.busy and self.pipeline.needs(rank):
-            stage, _, _ = self.pipeline.waits_for()
+            stage = self.pipeline.waits_for().stage
             raise ExecutionError(what, ranks=(rank,), stage=stage)
 
     def _register_flows(self) -> None:
@@ -214,17 +215,20 @@ class Loop:
                 self._epoll.unregister(fd)
             self._interest[fd] = wanted
 
-    def _deadline_error(self) -> ExecutionError:
-        stage, ranks, what = self.pipeline.waits_for()
-        who = f"ranks {list(ranks)} {what}" if ranks else "nothing moves"
-        return ExecutionError(
-            f"nothing moved for {self.timeout_s:g} s: {who}", ranks=ranks, stage=stage
+    def _require_patience(self, overdue_s: float) -> None:
+        # Who sees the culprit itself speaks first; those further away would name a fellow victim.
+        wait = self.pipeline.waits_for()
+        if overdue_s < wait.distance * max(0.5, _PATIENCE * self.timeout_s):
+            return
+        who = f"ranks {list(wait.ranks)} {wait.what}" if wait.ranks else "nothing moves"
+        raise ExecutionError(
+            f"nothing moved for {self.timeout_s:g} s: {who}", ranks=wait.ranks, stage=wait.stage
         )
 
     def _fail(self, error: BaseException) -> None:
         stage: str = Stage.FLAT
         if self.pipeline.busy:
-            stage = self.pipeline.waits_for()[0]
+            stage = self.pipeline.waits_for().stage
         failure = (
             error.failure
             if isinstance(error, _Reported)

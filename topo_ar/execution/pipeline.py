@@ -67,6 +67,20 @@ class Chunk:
     wire_begin: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """For which `ranks`, in which `stage`, a rank waits, and what they lack.
+
+    `distance` says how indirect the evidence is: 0 a co-located rank that did not come, 1 a rank
+    on another node that may itself be waiting, 2 a co-located rank that may wait for such a one.
+    """
+
+    stage: Stage
+    ranks: tuple[int, ...]
+    what: str
+    distance: int
+
+
 class Pipeline:
     """Moves chunks through the lanes of one rank; `turn` does what can be done now.
 
@@ -385,31 +399,31 @@ class Pipeline:
         if self.spans is not None:
             self.spans.append(Span(stage, index, what, begin, time.monotonic()))
 
-    def waits_for(self) -> tuple[Stage, tuple[int, ...], str]:
-        """Say for whom the oldest unfinished chunk waits: stage, ranks, and what they lack."""
+    def waits_for(self) -> "Wait":
+        """Say for whom the oldest unfinished chunk waits."""
         index = self.next_out
         chunk = self._chunks.get(index)
         if chunk is None:
             peers = tuple(flow.rank for flow in self._flows if flow.wants_out)
-            return Stage.INTER_EXCHANGE, peers, "do not take the bytes sent to them"
+            return Wait(Stage.INTER_EXCHANGE, peers, "do not take the bytes sent to them", 1)
         ranks = self.node.ranks
-        for counter, stage, text in (
-            (Counter.COPIED_IN, Stage.INTRA_REDUCE_SCATTER, "have not brought their input"),
-            (Counter.REDUCED, Stage.INTRA_REDUCE_SCATTER, "have not reduced their shard"),
+        for counter, text in (
+            (Counter.COPIED_IN, "have not brought their input"),
+            (Counter.REDUCED, "have not reduced their shard"),
         ):
             late = self._late(ranks, counter, index)
             if late:
-                return stage, late, text
+                return Wait(Stage.INTRA_REDUCE_SCATTER, late, text, 0)
         if chunk.awaited or chunk.gathering:
-            stage = (
-                Stage.INTER_ALL_GATHER
-                if not chunk.awaited
-                else (Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE)
-            )
+            stage = Stage.INTER_ALL_GATHER
+            if chunk.awaited:
+                stage = (
+                    Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE
+                )
             late = tuple(peer for peer in chunk.peers if self.flows[peer].outstanding)
-            return stage, late, "have not sent their part"
+            return Wait(stage, late, "have not sent their part", 1)
         late = self._late(ranks, Counter.PUBLISHED, index)
-        return Stage.INTRA_ALL_GATHER, late, "have not published their shard"
+        return Wait(Stage.INTRA_ALL_GATHER, late, "have not published their shard", 2)
 
     def _late(self, ranks: Sequence[int], counter: int, index: int) -> tuple[int, ...]:
         return tuple(
