@@ -22,6 +22,8 @@ with Cluster(ClusterSpec.uniform(2, 1)) as cluster:
     for host in cluster.hosts:
         stay = "setsid sleep 300 & nohup sleep 300 >/dev/null 2>&1 & head -c 1000000 /dev/zero "
         cluster.popen(host, ["sh", "-c", stay + ">/dev/shm/left; sleep 300"])
+    time.sleep(0.1)
+    cluster.freeze("host1")
     print("up", flush=True)
     time.sleep(300)
 """

@@ -1,5 +1,6 @@
 """Several real hosts on this machine, as a context manager."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -23,6 +24,9 @@ from topo_ar.units import parse_rate
 
 _log = logging.getLogger("topo_ar")
 _SIGNALS = "INT,TERM,HUP,QUIT"
+# A shell waits outside the host's pid namespace: nsenter, which could, stops itself for good with a
+# command that is stopped, and hides of which signal it died.
+_WAITER = '"$@"; exit $?'
 
 
 class Cluster:
@@ -55,7 +59,7 @@ class Cluster:
         self._keep = kept_paths(keep)
         self._namespaces: Namespaces | None = None
         self._rates: dict[tuple[str, str], float] = {}
-        self._jobs: list[tuple[str, subprocess.Popen[Any]]] = []
+        self._jobs: list[subprocess.Popen[Any]] = []
 
     def start(self) -> Self:
         """Build the hosts.
@@ -80,8 +84,11 @@ class Cluster:
         if self._namespaces is not None:
             self._namespaces.close()
             self._namespaces = None
-        for _, job in self._jobs:
-            job.wait()
+        for job in self._jobs:
+            if job.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
         self._jobs.clear()
 
     def __enter__(self) -> Self:
@@ -123,24 +130,26 @@ class Cluster:
     ) -> "subprocess.Popen[Any]":
         """Start a command in a host and return its `subprocess.Popen`.
 
-        Streams, environment and exit code are the command's own. It leads a session and a process
-        group of its own: signal the group, ``os.killpg(process.pid, SIGTERM)``; a command that dies
-        of TERM, INT, HUP or QUIT reports 1. `options` go to `subprocess.Popen`.
+        Streams, environment and exit code are the command's own; the code is 128 + n for death by
+        signal n, as in a shell. The command leads a session and a process group of its own: signal
+        the group, ``os.killpg(process.pid, SIGTERM)``. Stop it by `freeze` or from inside: a group
+        that is stopped outlives this process if that is killed. `options` go to `subprocess.Popen`.
         """
         namespaces = self._live(host)
         directory = str(cwd) if cwd is not None else working_directory(self._keep)
         command = [
             *(find_tool("env"), f"--ignore-signal={_SIGNALS}"),
-            *namespaces.enter(host, "nuipm"),
-            *(find_tool("env"), "-C", directory, f"--default-signal={_SIGNALS}"),
+            *namespaces.enter(host, "Fnuipm"),
+            *(find_tool("env"), "-C", directory, "sh", "-c", _WAITER, "sh"),
+            *(find_tool("env"), f"--default-signal={_SIGNALS}"),
             *(find_tool("setpriv"), "--pdeathsig", "KILL"),
             *argv,
         ]
         environment = dict(os.environ if env is None else env)
         job = subprocess.Popen(command, env=environment, start_new_session=True, **options)
         # Without asking them: who polls reaps, and the caller may be about to open a pidfd.
-        self._jobs = [(name, old) for name, old in self._jobs if old.returncode is None]
-        self._jobs.append((host, job))
+        self._jobs = [old for old in self._jobs if old.returncode is None]
+        self._jobs.append(job)
         return job
 
     def run(
@@ -205,10 +214,6 @@ class Cluster:
     def thaw(self, host: str) -> None:
         """Continue all processes of a frozen host."""
         self._signal_all(host, "CONT")
-        # nsenter stops itself with its child, outside the host.
-        for name, job in self._jobs:
-            if name == host and job.poll() is None:
-                job.send_signal(signal.SIGCONT)
 
     def kill_jobs(self, host: str) -> None:
         """Kill every process of a host, also those that left their job's process group."""

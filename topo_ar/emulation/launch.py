@@ -26,7 +26,7 @@ _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """How the ranks ended, in rank order.
+    """How the ranks ended, in rank order; a code of 128 + n is death by signal n.
 
     `stopped` holds the ranks that the launcher ended because another failed or time was up; their
     codes are not their own doing.
@@ -39,14 +39,11 @@ class Results:
 
     @property
     def exit_code(self) -> int:
-        """The worst code of the ranks that ended by themselves, 128 + signal for a killed one.
-
-        124 if time ran out.
-        """
+        """The worst code of the ranks that ended by themselves; 124 if time ran out."""
         if self.timed_out:
             return TIMED_OUT
-        codes = [code for rank, code in enumerate(self.returncodes) if rank not in self.stopped]
-        return max((code if code >= 0 else 128 - code for code in codes), default=0)
+        codes = enumerate(self.returncodes)
+        return max((code for rank, code in codes if rank not in self.stopped), default=0)
 
 
 class Job:
@@ -92,7 +89,7 @@ class Job:
     def stop(self) -> Results:
         """End what still runs, by SIGTERM and some seconds later by SIGKILL; return the results."""
         self._end(signal.SIGTERM)
-        codes = tuple(process.returncode for process in self._ranks)
+        codes = tuple(_shell_code(process) for process in self._ranks)
         seconds = self._ended_at - self._begun
         return Results(codes, frozenset(self._stopped), self._timed_out, seconds)
 
@@ -100,7 +97,7 @@ class Job:
         failed = False
         while self._running and time.monotonic() < limit:
             for rank in self._wait_once(limit):
-                code = self._ranks[rank].returncode
+                code = _shell_code(self._ranks[rank])
                 if code != 0 and self._running and not failed:
                     failed = True
                     limit = min(limit, time.monotonic() + self._grace_s)
@@ -134,6 +131,11 @@ class Job:
             ended.append(key.data)
             self._ended_at = time.monotonic()
         return ended
+
+
+def _shell_code(process: "subprocess.Popen[bytes]") -> int:
+    code = int(process.returncode)
+    return code if code >= 0 else 128 - code
 
 
 def rank_environment(
