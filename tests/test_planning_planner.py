@@ -140,7 +140,7 @@ def test_the_reason_is_checkable(slow_wire):
     assert "hierarchical_pipelined in 17 chunks, the fastest that can run" in reason
     assert "No all-reduce is faster than 200 ms" in reason
     assert "each node's NICs (1 x 125 MB/s)" in reason
-    assert "The runner-up, flat_ring, needs 367.7 ms (1.74x)" in reason
+    assert "The runner-up, flat_ring, needs 367.7 ms (1.75x)" in reason
     assert "sends 1.75 times the buffer out of a node, a hierarchy 1.00 times" in reason
     assert "At 256 KiB and below hierarchical_leader would win." in reason
 

@@ -25,7 +25,7 @@ from topo_ar.execution.loop import Loop, Ticket
 from topo_ar.execution.measure import measure_levels
 from topo_ar.execution.network import local_address
 from topo_ar.execution.pipeline import Collective, Pipeline, Span
-from topo_ar.execution.program import ChunkProgram, compile_program
+from topo_ar.execution.program import ChunkProgram, compile_program, node_program
 from topo_ar.execution.transports.rendezvous import connect, listen
 from topo_ar.execution.transports.segment import Owned
 from topo_ar.execution.transports.shm import Node, ordered_stores
@@ -111,20 +111,22 @@ class Communicator:
         self._owned = Owned(SLOT_NBYTES)
         colocation = find_colocated(self._channel, self._owned)
         self.nodes = colocation.nodes
-        self.topology = topology or discover_job(self._channel, colocation.nodes)
-        if measure:
-            self.topology = measure_levels(self._channel, self.nodes, self.topology)
-        self._levels = levels(self.topology)
-        self._topology_hash = topology_hash(self.topology)
-        self._require_fit()
         self.plain_reason = self._why_plain()
         self._flows = self._connect(address, colocation)
-        node = Node(self._node_of(self.rank), self.rank, self._owned, colocation.peers)
-        self._node = node
-        self._loop = Loop(Pipeline(node, self.rank, self._flows, SLOT_NBYTES), timeout_s)
+        self._node = Node(self._node_of(self.rank), self.rank, self._owned, colocation.peers)
+        pipeline = Pipeline(self._node, self.rank, self._flows, SLOT_NBYTES)
+        self._loop = Loop(pipeline, timeout_s)
         self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
         self._lock = threading.Lock()
         self._next_ticket = 0
+        self.topology = topology or discover_job(self._channel, colocation.nodes)
+        if measure:
+            self.topology = measure_levels(
+                self._channel, self.nodes, self.topology, self._all_reduce_in_node
+            )
+        self._levels = levels(self.topology)
+        self._topology_hash = topology_hash(self.topology)
+        self._require_fit()
         self._closed = False
         _live.add(self)
 
@@ -253,6 +255,17 @@ class Communicator:
             buffer=prepared.kernel.view(tensor),
             divisor=self.world_size if op == dist.ReduceOp.AVG else 1,
         )
+
+    def _all_reduce_in_node(self, tensor: torch.Tensor) -> None:
+        num_local, at = len(self._node.ranks), self._node.local_rank
+        kernel = Kernel(tensor.dtype)
+        program = node_program(tensor.numel(), num_local, at, tensor.itemsize, SLOT_NBYTES)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        number = self._next_ticket
+        self._next_ticket += 1
+        work = Collective(number, tensor.numel(), program, kernel, kernel.view(tensor), 1)
+        self._loop.submit(Ticket(number, tensor, future, work))
+        future.wait()
 
     def _plain(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
         dist.all_reduce(tensor, op=op, group=self._channel.group)

@@ -33,7 +33,9 @@ class Channel:
             ranks,
             timeout=timedelta(seconds=timeout_s),
             backend="gloo",
-            use_local_synchronization=group is not None,
+            # Torch then names groups by their ranks and the number of groups alive: one made after
+            # another was destroyed can find that one's addresses in the store.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         self.rank = dist.get_rank(self.group)
         self.world_size = len(ranks)

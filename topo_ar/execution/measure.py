@@ -1,89 +1,105 @@
 """Active measurement of latency and payload rate, inside the nodes and between them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from topo_ar.execution.gather import Channel
-from topo_ar.topology.measure import fit_alpha_beta, with_measured
-from topo_ar.topology.model import Topology
+from topo_ar.topology.levels import levels
+from topo_ar.topology.measure import AlphaBeta, fit_alpha_beta, with_measured
+from topo_ar.topology.model import Source, Topology
 
 Samples = list[tuple[int, float]]
+NodeAllReduce = Callable[[torch.Tensor], None]
 
 _SMALL_NBYTES = (8, 4096)
 _LARGE_NBYTES = (4 << 20, 16 << 20)
-_COPY_NBYTES = (64 << 10, 512 << 10, 2 << 20)
+_NODE_NBYTES = (64 << 10, 1 << 20, 8 << 20)
+_NODE_CALLS = 9
 _REPEATS = 5
 
 
 def measure_levels(
-    channel: Channel, nodes: Sequence[tuple[int, ...]], topology: Topology
+    channel: Channel,
+    nodes: Sequence[tuple[int, ...]],
+    topology: Topology,
+    all_reduce_in_node: NodeAllReduce,
 ) -> Topology:
     """Return `topology` with measured figures on its links, the same on all ranks. Collective.
 
-    Between nodes: the first rank of each node sends to that of the next node while it receives
-    from that of the one before (gloo point-to-point, so both directions of every NIC are in use).
-    Inside a node: every rank copies memory at once, which is what a shared-memory stage does. The
-    best of a few repeats counts, and of all nodes the slowest.
+    Between nodes: the first rank of each node sends to the last rank of the next (gloo
+    point-to-point), so that both directions of every NIC are in use; the best of a few repeats
+    counts. Inside a node: the engine's own reduce-scatter and all-gather through shared memory, on
+    all nodes at once, so that ranks share cores and memory as they will; in `all_reduce_in_node`
+    every rank reduces a tensor over its node and waits. Of all nodes and ranks the slowest counts.
     """
     measured = topology
     if len(nodes) > 1:
-        samples = _slowest(channel, _between_nodes(channel, nodes))
-        measured = with_measured(measured, "inter", fit_alpha_beta(samples))
-    if any(len(node) > 1 for node in nodes):
-        samples = _slowest(channel, _inside(channel))
-        measured = with_measured(measured, "intra", fit_alpha_beta(samples))
+        fit = fit_alpha_beta(_slowest(channel, _between_nodes(channel, nodes)))
+        measured = with_measured(measured, "inter", _not_below_wire(fit, topology))
+    num_local = max(len(node) for node in nodes)
+    if num_local > 1:
+        fit = fit_alpha_beta(_slowest(channel, _inside(channel, num_local, all_reduce_in_node)))
+        # The fit's latency is that of all 2(g-1) steps of the two stages.
+        fit = replace(fit, alpha_seconds=fit.alpha_seconds / (2 * (num_local - 1)))
+        measured = with_measured(measured, "intra", fit)
     return measured
 
 
+def _not_below_wire(fit: AlphaBeta, topology: Topology) -> AlphaBeta:
+    # A busy machine measures less than the wire carries, and a limit must not be beatable: where
+    # the rate of the NIC is known from the system, its payload share of that rate is the least.
+    known = [nic for node in levels(topology).nodes for nic in node.nics]
+    if not known or any(nic.source is not Source.SYSFS for nic in known):
+        return fit
+    least = min(nic.payload for nic in known)
+    return replace(fit, beta_seconds_per_byte=min(fit.beta_seconds_per_byte, 1 / least))
+
+
 def _between_nodes(channel: Channel, nodes: Sequence[tuple[int, ...]]) -> Samples:
-    firsts = [node[0] for node in nodes]
     samples: Samples = []
+    at = next(i for i, node in enumerate(nodes) if channel.rank in node)
     for nbytes in (*_SMALL_NBYTES, *_LARGE_NBYTES):
+        buffers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
         best = float("inf")
-        outgoing, incoming = (
-            torch.zeros(nbytes, dtype=torch.uint8),
-            torch.empty(nbytes, dtype=torch.uint8),
-        )
         for _ in range(_REPEATS):
             dist.barrier(group=channel.group)
-            if channel.rank in firsts:
-                at = firsts.index(channel.rank)
-                best = min(best, _shift(channel, firsts, at, outgoing, incoming))
-        samples.append((nbytes, best if channel.rank in firsts else 0.0))
+            begin = time.perf_counter()
+            works = []
+            if channel.rank == nodes[at][0]:
+                onward = nodes[(at + 1) % len(nodes)][-1]
+                works.append(dist.isend(buffers[0], group=channel.group, group_dst=onward))
+            if channel.rank == nodes[at][-1]:
+                back = nodes[at - 1][0]
+                works.append(dist.irecv(buffers[1], group=channel.group, group_src=back))
+            for work in works:
+                if work is not None:
+                    work.wait()
+            if works:
+                best = min(best, time.perf_counter() - begin)
+        samples.append((nbytes, best if best < float("inf") else 0.0))
     return samples
 
 
-def _shift(
-    channel: Channel, firsts: list[int], at: int, outgoing: torch.Tensor, incoming: torch.Tensor
-) -> float:
-    onward, back = firsts[(at + 1) % len(firsts)], firsts[at - 1]
-    begin = time.perf_counter()
-    works = [
-        dist.isend(outgoing, group=channel.group, group_dst=onward),
-        dist.irecv(incoming, group=channel.group, group_src=back),
-    ]
-    for work in works:
-        if work is not None:
-            work.wait()
-    return time.perf_counter() - begin
-
-
-def _inside(channel: Channel) -> Samples:
-    source, target = np.zeros(max(_COPY_NBYTES), np.uint8), np.zeros(max(_COPY_NBYTES), np.uint8)
+def _inside(channel: Channel, num_local: int, all_reduce: NodeAllReduce) -> Samples:
+    """Time the engine's own all-reduce inside every node; bytes are those through one port."""
     samples: Samples = []
-    for nbytes in _COPY_NBYTES:
+    for nbytes in _NODE_NBYTES:
+        tensor = torch.zeros(nbytes // 4)
+        all_reduce(tensor)
         dist.barrier(group=channel.group)
-        best = float("inf")
-        for _ in range(_REPEATS):
+        times = []
+        for _ in range(_NODE_CALLS):
             begin = time.perf_counter()
-            np.copyto(target[:nbytes], source[:nbytes])
-            best = min(best, time.perf_counter() - begin)
-        samples.append((nbytes, best))
+            all_reduce(tensor)
+            times.append(time.perf_counter() - begin)
+        through_port = 2 * (num_local - 1) * nbytes // num_local
+        samples.append((through_port, median(times)))
     return samples
 
 

@@ -417,9 +417,7 @@ class Pipeline:
         if chunk.awaited or chunk.gathering:
             stage = Stage.INTER_ALL_GATHER
             if chunk.awaited:
-                stage = (
-                    Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE
-                )
+                stage = Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE
             late = tuple(peer for peer in chunk.peers if self.flows[peer].outstanding)
             return Wait(stage, late, "have not sent their part", 1)
         late = self._late(ranks, Counter.PUBLISHED, index)

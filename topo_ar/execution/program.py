@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from topo_ar.errors import PlanError
+from topo_ar.planning.chunks import tapered_chunks
+from topo_ar.planning.lowering import cut
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
 
 
@@ -99,3 +101,19 @@ def _compile_chunk(stages: dict[Stage, Step], rank: int) -> ChunkProgram:
         rail=rail.group if rail is not None else (),
         parts=inter.shards if inter is not None else (),
     )
+
+
+def node_program(
+    numel: int, num_local: int, local_rank: int, itemsize: int, slot_nbytes: int
+) -> tuple[ChunkProgram, ...]:
+    """Return an all-reduce among the ranks of one node alone, whatever the job's other nodes do."""
+    chunks = []
+    begin = 0
+    align = 16 * num_local * itemsize
+    for nbytes in tapered_chunks(numel * itemsize, align, slot_nbytes):
+        end = begin + nbytes // itemsize
+        shards = cut(begin, end, [1] * num_local)
+        owners = tuple(i for i, (first, last) in enumerate(shards) if last > first)
+        chunks.append(ChunkProgram(begin, end, *shards[local_rank], owners, (), ()))
+        begin = end
+    return tuple(chunks)

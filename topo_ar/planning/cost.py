@@ -34,6 +34,8 @@ class CostParameters:
     ring_alpha, ring_beta : float
         What a flat ring in rank order adds to the latency of each hop, and the seconds per byte of
         its slowest hop.
+    chunk_seconds : float or None
+        As in `Runtime`.
     """
 
     world_size: int
@@ -47,6 +49,7 @@ class CostParameters:
     nic_beta: float
     ring_alpha: float
     ring_beta: float
+    chunk_seconds: float | None = None
 
     @staticmethod
     def from_levels(
@@ -93,6 +96,7 @@ class CostParameters:
                 intra_beta,
                 *(k / c for k, c in zip(leaving, bandwidths, strict=False)),
             ),
+            chunk_seconds=runtime.chunk_seconds,
         )
 
     @property
@@ -127,13 +131,18 @@ def hierarchical(parameters: CostParameters, chunk_nbytes: Sequence[float]) -> f
     """Return seconds of reduce-scatter, all-reduce of each shard on all NICs, all-gather.
 
     With one chunk the stages follow each other: ``2 (g-1) a1 + 2 (n-1) a2 + S (k1 + k2)``; with
-    more they overlap (`pipeline_seconds`). Valid for nodes with equal numbers of ranks.
+    more they overlap (`pipeline_seconds`). A streaming runtime waits for the latencies of a whole
+    buffer once and adds its own cost to each chunk. Valid for nodes with equal numbers of ranks.
     """
     p = parameters
     intra_alpha = (p.ranks_per_node - 1) * p.intra_alpha
     inter_alpha = 2 * (p.num_nodes - 1) * p.inter_alpha
     intra_slope, inter_slope = p.intra_slope / 2, p.inter_slope
-    return pipeline_seconds(
+    once: float = 0
+    if p.chunk_seconds is not None:
+        once = 2 * intra_alpha + inter_alpha
+        intra_alpha = inter_alpha = p.chunk_seconds
+    return once + pipeline_seconds(
         [intra_alpha + size * intra_slope for size in chunk_nbytes],
         [inter_alpha + size * inter_slope for size in chunk_nbytes],
     )
@@ -191,6 +200,8 @@ def optimal_chunk_count(parameters: CostParameters, nbytes: float) -> int:
         (p.intra_slope, 2 * (p.ranks_per_node - 1) * p.intra_alpha),
         (p.inter_slope, 2 * (p.num_nodes - 1) * p.inter_alpha),
     ]
+    if p.chunk_seconds is not None:
+        stages = [(p.intra_slope, 2 * p.chunk_seconds), (p.inter_slope, p.chunk_seconds)]
     (other, _), (_, alpha) = sorted(stages)
     if other == 0 or nbytes == 0:
         return 1
