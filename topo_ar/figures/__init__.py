@@ -1,1 +1,18 @@
-"""One figure a function, from result files only."""
+"""One figure a function, drawn from records only. Needs the extra ``plots``."""
+
+from topo_ar.figures.bandwidth import busbw_over_size
+from topo_ar.figures.graph import topology_graph
+from topo_ar.figures.prediction import predicted_measured
+from topo_ar.figures.style import save
+from topo_ar.figures.timeline import bucket_timeline
+from topo_ar.figures.training import step_time, training_parity
+
+__all__ = [
+    "bucket_timeline",
+    "busbw_over_size",
+    "predicted_measured",
+    "save",
+    "step_time",
+    "topology_graph",
+    "training_parity",
+]
