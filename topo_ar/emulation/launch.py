@@ -203,6 +203,8 @@ def start(
     port = cluster.free_port() if master_port is None else master_port
     inherited = {key: text for key, text in os.environ.items() if key not in _FOREIGN}
     inherited.setdefault("OMP_NUM_THREADS", "1")
+    # Hosts have no name service, and torch warns of that once for every connection.
+    inherited.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     output: dict[str, Any] = {"stdout": stdout}
     if on_line is not None:
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

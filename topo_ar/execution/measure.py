@@ -1,5 +1,6 @@
 """Active measurement of latency and payload rate, inside the nodes and between them."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ from topo_ar.execution.gather import Channel
 from topo_ar.topology.levels import levels
 from topo_ar.topology.measure import AlphaBeta, fit_alpha_beta, with_measured
 from topo_ar.topology.model import Source, Topology
+
+logger = logging.getLogger("topo_ar")
 
 Samples = list[tuple[int, float]]
 NodeAllReduce = Callable[[torch.Tensor], None]
@@ -40,8 +43,8 @@ def measure_levels(
     """
     measured = topology
     if len(nodes) > 1:
-        fit = fit_alpha_beta(_slowest(channel, _between_nodes(channel, nodes)))
-        measured = with_measured(measured, "inter", _not_below_wire(fit, topology))
+        fit = _network_fit(_slowest(channel, _between_nodes(channel, nodes)), topology)
+        measured = with_measured(measured, "inter", fit)
     num_local = max(len(node) for node in nodes)
     if num_local > 1:
         fit = fit_alpha_beta(_slowest(channel, _inside(channel, num_local, all_reduce_in_node)))
@@ -51,14 +54,25 @@ def measure_levels(
     return measured
 
 
-def _not_below_wire(fit: AlphaBeta, topology: Topology) -> AlphaBeta:
-    # A busy machine measures less than the wire carries, and a limit must not be beatable: where
-    # the rate of the NIC is known from the system, its payload share of that rate is the least.
-    known = [nic for node in levels(topology).nodes for nic in node.nics]
-    if not known or any(nic.source is not Source.SYSFS for nic in known):
-        return fit
-    least = min(nic.payload for nic in known)
-    return replace(fit, beta_seconds_per_byte=min(fit.beta_seconds_per_byte, 1 / least))
+def _network_fit(samples: Samples, topology: Topology) -> AlphaBeta:
+    """Fit latency to the smallest message and rate to the difference of the two largest.
+
+    The difference leaves out latency and whatever credit an idle link had saved up. Where the
+    system says what the NIC is shaped to, the share of it that is payload is known exactly: a busy
+    machine measures less, and a limit must not be beatable.
+    """
+    (_, alpha), *_, (less, t0), (more, t1) = samples
+    beta = max(t1 - t0, 1e-9) / (more - less)
+    nics = [nic for node in levels(topology).nodes for nic in node.nics]
+    if nics and all(nic.source is Source.SYSFS for nic in nics):
+        least = min(nic.payload for nic in nics)
+        if beta * least > 1.05:
+            logger.warning(
+                "NICs carry %.4g bytes/s of %.4g: busy machine or shared link?", 1 / beta, least
+            )
+        beta = 1 / least
+    residual = abs(alpha + beta * more - t1) / t1
+    return AlphaBeta(alpha, beta, residual, len(samples))
 
 
 def _between_nodes(channel: Channel, nodes: Sequence[tuple[int, ...]]) -> Samples:
