@@ -1,0 +1,1 @@
+"""Models with data that experiments train; nothing is downloaded."""
