@@ -32,10 +32,17 @@ def plan(topology: Topology, nbytes: int, *, family: Family | None = None) -> Pl
     (8, 'hierarchical_pipelined')
     """
     from topo_ar.planning.planner import plan as make_plan
+    from topo_ar.planning.runtime import runtime_of
     from topo_ar.topology.levels import levels
     from topo_ar.topology.model import topology_hash
 
-    return make_plan(levels(topology), nbytes, topology_hash=topology_hash(topology), family=family)
+    return make_plan(
+        levels(topology),
+        nbytes,
+        topology_hash=topology_hash(topology),
+        family=family,
+        runtime=runtime_of(topology),
+    )
 
 
 def discover(num_ranks: int = 1) -> Topology:

@@ -29,10 +29,12 @@ from topo_ar.execution.program import ChunkProgram, compile_program, node_progra
 from topo_ar.execution.transports.rendezvous import connect, listen
 from topo_ar.execution.transports.segment import Owned
 from topo_ar.execution.transports.shm import Node, ordered_stores
+from topo_ar.execution.transports.stages import InlineStages, StageGroups
 from topo_ar.execution.transports.tcp import Flow
 from topo_ar.planning.lowering import lower
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.planning.planner import plan as make_plan
+from topo_ar.planning.runtime import CPU_RUNTIME, GPU_RUNTIME
 from topo_ar.topology.levels import levels
 from topo_ar.topology.model import Topology, topology_hash
 
@@ -116,7 +118,9 @@ class Communicator:
         self._node = Node(self._node_of(self.rank), self.rank, self._owned, colocation.peers)
         pipeline = Pipeline(self._node, self.rank, self._flows, SLOT_NBYTES)
         self._loop = Loop(pipeline, timeout_s)
-        self._prepared: dict[tuple[int, torch.dtype], _Prepared] = {}
+        self._stage_groups: StageGroups | None = None
+        self._stages: dict[torch.device, InlineStages] = {}
+        self._prepared: dict[tuple[int, torch.dtype, str], _Prepared] = {}
         self._lock = threading.Lock()
         self._next_ticket = 0
         self.topology = topology or discover_job(self._channel, colocation.nodes)
@@ -167,8 +171,10 @@ class Communicator:
             }
             return connect(listener, self.rank, rail, addresses, nonce, _SETUP_TIMEOUT_S)
 
-    def plan_for(self, nbytes: int, itemsize: int = 4) -> Plan:
+    def plan_for(self, nbytes: int, itemsize: int = 4, device: str = "cpu") -> Plan:
         """Return the plan for a tensor of `nbytes` bytes; the same on every rank.
+
+        `device` is the type of the tensor's device: CUDA tensors take NCCL's stages.
 
         Raises
         ------
@@ -182,19 +188,20 @@ class Communicator:
             if self._mode.nbytes == nbytes:
                 return self._mode
             family = self._mode.family
-        plan = self._plan(nbytes, itemsize, family)
+        plan = self._plan(nbytes, itemsize, device, family)
         if self._mode == "hierarchical" and plan.family is Family.FLAT_RING and family is None:
-            plan = self._plan(nbytes, itemsize, Family.HIERARCHICAL_PIPELINED)
+            plan = self._plan(nbytes, itemsize, device, Family.HIERARCHICAL_PIPELINED)
         return plan
 
-    def _plan(self, nbytes: int, itemsize: int, family: Family | None) -> Plan:
+    def _plan(self, nbytes: int, itemsize: int, device: str, family: Family | None) -> Plan:
         return make_plan(
             self._levels,
             nbytes,
             topology_hash=self._topology_hash,
             itemsize=itemsize,
             family=family,
-            max_chunk_nbytes=SLOT_NBYTES,
+            runtime=GPU_RUNTIME if device == "cuda" else CPU_RUNTIME,
+            max_chunk_nbytes=None if device == "cuda" else SLOT_NBYTES,
         )
 
     def all_reduce(
@@ -232,11 +239,35 @@ class Communicator:
             future.set_result(tensor)
             return future
         prepared = self._prepare(tensor)
+        if tensor.device.type != "cpu":
+            return self._inline(tensor, op, prepared.plan, on_done)
         with self._lock:
             number = self._next_ticket
             self._next_ticket += 1
             work = self._work(number, tensor, op, prepared)
             self._loop.submit(Ticket(number, tensor, future, work, on_done))
+        return future
+
+    def _inline(
+        self,
+        tensor: torch.Tensor,
+        op: "dist.ReduceOp.RedOpType",
+        plan: Plan,
+        on_done: Callable[[], None] | None,
+    ) -> "torch.futures.Future[torch.Tensor]":
+        stages = self._stages.get(tensor.device)
+        if stages is None:
+            # The first CUDA tensor makes the groups; all ranks meet it in the same order.
+            if self._stage_groups is None:
+                nodes = [tuple(self._channel.ranks[r] for r in node) for node in self.nodes]
+                self._stage_groups = StageGroups(nodes, "nccl", self._timeout_s)
+            stages = self._stages[tensor.device] = InlineStages(self._stage_groups, tensor.device)
+        planned = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and (
+            plan.family is not Family.FLAT_RING
+        )
+        future = stages.all_reduce(tensor, op, plan.chunk_nbytes if planned else None)
+        if on_done is not None:
+            on_done()
         return future
 
     def _work(
@@ -271,19 +302,21 @@ class Communicator:
         dist.all_reduce(tensor, op=op, group=self._channel.group)
 
     def _prepare(self, tensor: torch.Tensor) -> _Prepared:
-        key = (tensor.numel(), tensor.dtype)
+        key = (tensor.numel(), tensor.dtype, tensor.device.type)
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._make(tensor)
         return prepared
 
     def _make(self, tensor: torch.Tensor) -> _Prepared:
-        plan = self.plan_for(tensor.nbytes, tensor.itemsize)
+        plan = self.plan_for(tensor.nbytes, tensor.itemsize, tensor.device.type)
+        if tensor.device.type != "cpu":
+            return _Prepared(plan, None, None)
         schedule = lower(plan, tensor.numel(), tensor.itemsize)
         program = compile_program(schedule, self.rank, SLOT_NBYTES)
-        if program is not None and (tensor.device.type != "cpu" or not supported(tensor.dtype)):
+        if program is not None and not supported(tensor.dtype):
             program = None
-            logger.info("plain all-reduce for %s on %s", tensor.dtype, tensor.device)
+            logger.info("plain all-reduce for %s", tensor.dtype)
         else:
             logger.info("plan for %d bytes: %s", tensor.nbytes, plan.reason)
         kernel = Kernel(tensor.dtype) if supported(tensor.dtype) else None
@@ -328,6 +361,8 @@ class Communicator:
         self._loop.close(timeout_s)
         for flow in self._flows.values():
             flow.close()
+        if self._stage_groups is not None:
+            self._stage_groups.close()
         if not self._loop.alive:
             self._node.close()
             self._channel.close()

@@ -28,7 +28,7 @@ class Channel:
     """
 
     def __init__(self, group: "dist.ProcessGroup | None", timeout_s: float) -> None:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        ranks = self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.group = dist.new_group(
             ranks,
             timeout=timedelta(seconds=timeout_s),

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 
 class StageGroups:
-    """Process groups of this rank: the ranks of its node, and its rail across nodes.
+    """Process groups of one rank: all ranks, the ranks of its node, and its rail across nodes.
 
-    Creating them is collective over the default group: every rank makes all groups in one order.
+    Creating them is collective over those ranks, in the same order on all.
 
     Parameters
     ----------
     nodes : sequence of tuple of int
-        Global ranks of each node; equally many.
+        Global ranks of each node.
     backend : str
         ``nccl`` on CUDA; ``gloo`` runs the same stages on CPU tensors.
     timeout_s : float
@@ -31,89 +31,118 @@ class StageGroups:
 
     def __init__(self, nodes: Sequence[tuple[int, ...]], backend: str, timeout_s: float) -> None:
         rank = dist.get_rank()
-        timeout = timedelta(seconds=timeout_s)
-        self.local_size = len(nodes[0])
+        node = next(node for node in nodes if rank in node)
+        self.local_size = len(node)
         self.num_nodes = len(nodes)
-        for node in nodes:
-            group = dist.new_group(list(node), timeout=timeout, backend=backend)
-            if rank in node:
-                self.intra = group
-        for rail in zip(*nodes, strict=True):
-            group = dist.new_group(list(rail), timeout=timeout, backend=backend)
-            if rank in rail:
-                self.inter = group
+
+        def group(ranks: Sequence[int]) -> dist.ProcessGroup:
+            made: dist.ProcessGroup = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                use_local_synchronization=True,
+            )
+            return made
+
+        self.everyone = group(sorted(rank for node in nodes for rank in node))
+        self.intra = self.inter = self.everyone
+        self.equal = len({len(node) for node in nodes}) == 1
+        if self.equal:
+            self.intra = group(node)
+            self.inter = group([other[node.index(rank)] for other in nodes])
 
     def close(self) -> None:
         """Destroy the groups where torch still knows them."""
-        if dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        if self.equal:
             dist.destroy_process_group(self.intra)
             dist.destroy_process_group(self.inter)
+        dist.destroy_process_group(self.everyone)
 
 
 class InlineStages:
-    """Runs hierarchical all-reduces of one device.
+    """Runs all-reduces of one device's tensors.
 
     Parameters
     ----------
     groups : StageGroups
         Where the stages run.
     device : torch.device
-        A CUDA device, or ``cpu`` (then everything happens before `all_reduce` returns).
-    chunk_nbytes : int
-        Size of a chunk; a tensor is cut into chunks of this size.
+        A CUDA device, or ``cpu`` (then everything has happened when `all_reduce` returns).
     """
 
-    def __init__(self, groups: StageGroups, device: torch.device, chunk_nbytes: int) -> None:
+    def __init__(self, groups: StageGroups, device: torch.device) -> None:
         self.groups = groups
         self.device = device
-        self.chunk_nbytes = chunk_nbytes
-        self._intra = self._inter = None
+        self._intra: torch.cuda.Stream | None = None
+        self._inter: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._intra = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._inter = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType"
+        self,
+        tensor: torch.Tensor,
+        op: "dist.ReduceOp.RedOpType",
+        chunk_nbytes: Sequence[int] | None,
     ) -> "torch.futures.Future[torch.Tensor]":
-        """Enqueue the all-reduce of a contiguous `tensor` in place; SUM or AVG.
+        """Enqueue the all-reduce of a contiguous `tensor` in place.
 
-        Returns a future that is complete as soon as everything is enqueued; on CUDA it carries the
-        event that the waiting stream waits for. 16-bit averages are divided first, for a sum over
-        many ranks not to overflow.
+        Parameters
+        ----------
+        tensor : Tensor
+            On this object's device.
+        op : ReduceOp
+            SUM or AVG for the hierarchy; anything that the backend knows for the flat form.
+        chunk_nbytes : sequence of int or None
+            The plan's chunks; None for one flat all-reduce.
+
+        Returns
+        -------
+        Future
+            Complete as soon as everything is enqueued; on CUDA it carries the event that a waiting
+            stream waits for. 16-bit averages are divided first: their sum may overflow.
         """
-        flat = tensor.view(-1)
         world = self.groups.local_size * self.groups.num_nodes
         if self._intra is not None:
             self._intra.wait_stream(torch.cuda.current_stream(self.device))
         with _on(self._intra):
-            early = op == dist.ReduceOp.AVG and tensor.itemsize == 2
-            if early:
-                flat.div_(world)
-            self._run_chunks(flat)
-            if op == dist.ReduceOp.AVG and not early:
-                flat.div_(world)
+            if chunk_nbytes is None:
+                dist.all_reduce(tensor, op=op, group=self.groups.everyone)
+            else:
+                flat = tensor.view(-1)
+                early = op == dist.ReduceOp.AVG and tensor.itemsize == 2
+                if early:
+                    flat.div_(world)
+                self._run_chunks(flat, chunk_nbytes)
+                if op == dist.ReduceOp.AVG and not early:
+                    flat.div_(world)
             return self._future(tensor)
 
-    def _run_chunks(self, flat: torch.Tensor) -> None:
-        per_chunk = max(1, self.chunk_nbytes // flat.itemsize)
-        per_chunk -= per_chunk % self.groups.local_size
-        whole = flat.numel() - flat.numel() % self.groups.local_size
+    def _run_chunks(self, flat: torch.Tensor, chunk_nbytes: Sequence[int]) -> None:
         pending: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]] = []
-        for begin in range(0, whole, max(per_chunk, self.groups.local_size)):
-            chunk = flat[begin : min(begin + max(per_chunk, self.groups.local_size), whole)]
-            shard = chunk.new_empty(chunk.numel() // self.groups.local_size)
-            dist.reduce_scatter_tensor(shard, chunk, group=self.groups.intra)
-            pending.append((chunk, shard, self._across(shard)))
+        begin = 0
+        for nbytes in chunk_nbytes:
+            end = begin + nbytes // flat.itemsize
+            whole = end - (end - begin) % self.groups.local_size
+            self._small(flat[whole:end])
+            if whole > begin:
+                chunk = flat[begin:whole]
+                shard = chunk.new_empty(chunk.numel() // self.groups.local_size)
+                dist.reduce_scatter_tensor(shard, chunk, group=self.groups.intra)
+                pending.append((chunk, shard, self._across(shard)))
             # One chunk stays between nodes while the next is scattered inside the node.
             if len(pending) > 1:
                 self._gather(*pending.pop(0))
+            begin = end
         for entry in pending:
             self._gather(*entry)
-        if whole < flat.numel():
-            # The remainder is smaller than one element per local rank.
-            tail = flat[whole:]
-            dist.all_reduce(tail, group=self.groups.intra)
-            dist.all_reduce(tail, group=self.groups.inter)
+
+    def _small(self, rest: torch.Tensor) -> None:
+        """Reduce the elements that do not divide among the local ranks."""
+        if rest.numel():
+            dist.all_reduce(rest, group=self.groups.everyone)
 
     def _across(self, shard: torch.Tensor) -> "torch.cuda.Event | None":
         if self._inter is None or self._intra is None:
@@ -135,10 +164,11 @@ class InlineStages:
         dist.all_gather_into_tensor(chunk, shard, group=self.groups.intra)
 
     def _future(self, tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-        devices: list[int | str | torch.device] = [self.device] if self._intra is not None else []
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        devices: list[int | str | torch.device] = []
         if self._intra is not None:
+            devices = [self.device]
             tensor.record_stream(self._intra)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         future.set_result(tensor)
         return future
 
