@@ -66,6 +66,9 @@ def topology_graph(topology: Record) -> "Figure":
         figure,
         [
             "Rates are nominal, for one direction, with their source.",
+            "Between ranks and their nearest NICs, PCIe switches and sockets are not drawn."
+            if any(device["kind"] == "pcie_switch" for device in topology["devices"])
+            else "",
             f"One node of each make is drawn; there are {cluster.num_nodes}."
             if cluster.is_folded
             else "",

@@ -82,8 +82,9 @@ def training_parity(rows: list[Record]) -> "Figure":
     ConfigError
         If there is no such record, or they are of different world sizes.
     """
-    base, *others = rows = _plain_first([row for row in rows if "losses" in row]) or [{}]
-    (world_size,) = one_of(filter(None, rows), ("world_size",), "training parity")
+    rows = _plain_first([row for row in rows if "losses" in row])
+    (world_size,) = one_of(rows, ("world_size",), "training parity")
+    base, *others = rows
     colours = colour(row["candidate"] for row in rows)
     figure = new_figure(8.0, 3.6)
     loss, distance = figure.subplots(1, 2, sharex=True)
