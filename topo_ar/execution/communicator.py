@@ -50,16 +50,25 @@ _live: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 
 
 class _Prepared:
-    """What is cached for one (number of elements, dtype): the plan and this rank's program."""
+    """What is cached for one (number of elements, dtype): the plan and this rank's program.
 
-    __slots__ = ("kernel", "plan", "program")
+    `fingerprint` tells collectives apart that ranks must not mix.
+    """
+
+    __slots__ = ("fingerprint", "kernel", "plan", "program")
 
     def __init__(
-        self, plan: Plan, program: tuple[ChunkProgram, ...] | None, kernel: Kernel | None
+        self,
+        plan: Plan,
+        program: tuple[ChunkProgram, ...] | None,
+        kernel: Kernel | None,
+        dtype: torch.dtype,
     ) -> None:
         self.plan = plan
         self.program = program
         self.kernel = kernel
+        digest = hashlib.sha256(f"{plan.hash} {dtype}".encode()).digest()
+        self.fingerprint = int.from_bytes(digest[:8], "little", signed=True)
 
 
 class Communicator:
@@ -276,15 +285,14 @@ class Communicator:
         fast = prepared.program is not None and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         if not fast or prepared.kernel is None or prepared.program is None:
             return lambda: self._plain(tensor, op)
-        description = f"{prepared.plan.hash} {tensor.numel()} {tensor.dtype} {op}"
-        digest = hashlib.sha256(description.encode()).digest()
+        average = op == dist.ReduceOp.AVG
         return Collective(
             number=number,
-            fingerprint=int.from_bytes(digest[:8], "little", signed=True),
+            fingerprint=prepared.fingerprint ^ average,
             program=prepared.program,
             kernel=prepared.kernel,
             buffer=prepared.kernel.view(tensor),
-            divisor=self.world_size if op == dist.ReduceOp.AVG else 1,
+            divisor=self.world_size if average else 1,
         )
 
     def _all_reduce_in_node(self, tensor: torch.Tensor) -> None:
@@ -311,7 +319,7 @@ class Communicator:
     def _make(self, tensor: torch.Tensor) -> _Prepared:
         plan = self.plan_for(tensor.nbytes, tensor.itemsize, tensor.device.type)
         if tensor.device.type != "cpu":
-            return _Prepared(plan, None, None)
+            return _Prepared(plan, None, None, tensor.dtype)
         schedule = lower(plan, tensor.numel(), tensor.itemsize)
         program = compile_program(schedule, self.rank, SLOT_NBYTES)
         if program is not None and not supported(tensor.dtype):
@@ -320,7 +328,7 @@ class Communicator:
         else:
             logger.info("plan for %d bytes: %s", tensor.nbytes, plan.reason)
         kernel = Kernel(tensor.dtype) if supported(tensor.dtype) else None
-        return _Prepared(plan, program, kernel)
+        return _Prepared(plan, program, kernel, tensor.dtype)
 
     @property
     def error(self) -> ExecutionError | None:

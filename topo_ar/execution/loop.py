@@ -111,7 +111,7 @@ class Loop:
             self._serve()
             left = Failure("it closed its communicator", (self.pipeline.rank,), "", -1, left=True)
             self._node.owned.segment.write_failure(left.encode())
-            self._node.wake(everyone=True)
+            self._node.wake_everyone()
         except BaseException as error:
             self._fail(error)
 
@@ -163,12 +163,13 @@ class Loop:
         remaining = self._last_move + self.timeout_s - time.monotonic()
         if remaining <= 0:
             self._require_patience(-remaining)
-        self._node.set_asleep(True)
+        self._node.sleep_for(self.pipeline.interest())
+        # What came before the peers could see the mask would wake nobody: look once more.
         if self.pipeline.turn():
             self._last_move = time.monotonic()
         else:
             self._block(_RECHECK_S)
-        self._node.set_asleep(False)
+        self._node.sleep_for(0)
 
     def _block(self, timeout_s: float | None) -> None:
         self._look_for_failures()
@@ -244,7 +245,7 @@ class Loop:
             self._incoming.clear()
         data = failure.encode()
         self._node.owned.segment.write_failure(data)
-        self._node.wake(everyone=True)
+        self._node.wake_everyone()
         for flow in self._flows:
             flow.abort(data.decode())
         for ticket in tickets:

@@ -106,6 +106,7 @@ class Pipeline:
         self.finished: Callable[[Collective], None] = lambda collective: None
         self.spans: list[Span] | None = None
         self._flows = list(flows.values())
+        self._frames = 0  # expected from peers or not yet sent to them
         self._chunks: dict[int, Chunk] = {}
         self._sums = [np.empty(0, np.uint8)] * SUM_SLOTS
         self._arrivals = {peer: [np.empty(0, np.uint8)] * SUM_SLOTS for peer in flows}
@@ -113,7 +114,7 @@ class Pipeline:
     @property
     def busy(self) -> bool:
         """Whether a chunk is unfinished or bytes wait to be sent."""
-        return self.next_out < self.end or any(flow.wants_out for flow in self._flows)
+        return self.next_out < self.end or self._frames > 0
 
     def enqueue(self, collective: Collective) -> None:
         """Append the chunks of `collective`; every rank does so in the same order."""
@@ -124,9 +125,9 @@ class Pipeline:
             if program.parts:
                 self._expect_parts(chunk)
             else:
-                chunk.awaited = len(chunk.peers)
                 for peer in chunk.peers:
-                    self.flows[peer].outstanding += 1
+                    chunk.awaited += 1
+                    self._expect(peer)
             self._chunks[self.end] = chunk
             self.end += 1
 
@@ -138,10 +139,14 @@ class Pipeline:
             mine = self._my_part(program)
             if mine[1] > mine[0]:
                 chunk.awaited += 1
-                self.flows[peer].outstanding += 1
+                self._expect(peer)
             if end > begin:
                 chunk.gathering += 1
-                self.flows[peer].outstanding += 1
+                self._expect(peer)
+
+    def _expect(self, peer: int) -> None:
+        self.flows[peer].outstanding += 1
+        self._frames += 1
 
     def _my_part(self, program: ChunkProgram) -> tuple[int, int]:
         return program.parts[program.rail.index(self.rank)]
@@ -149,11 +154,12 @@ class Pipeline:
     def turn(self) -> bool:
         """Try every lane once, nearest to the wire first; return whether anything moved."""
         moved = False
-        for flow in self._flows:
-            if flow.wants_out:
-                moved |= flow.flush()
-            if flow.outstanding:
-                moved |= flow.receive(self)
+        if self._frames:
+            for flow in self._flows:
+                if flow.wants_out:
+                    moved |= flow.flush()
+                if flow.outstanding:
+                    moved |= flow.receive(self)
         if self.next_out == self.end:
             return moved
         if self.next_add < self.next_reduce:
@@ -345,6 +351,7 @@ class Pipeline:
 
     def arrived(self, flow: Flow, kind: int, index: int) -> None:
         """Count a complete frame."""
+        self._frames -= 1
         chunk = self._chunks[index]
         if kind == Kind.RESULT:
             chunk.gathering -= 1
@@ -358,9 +365,11 @@ class Pipeline:
 
     def _send(self, peer: int, kind: Kind, index: int, chunk: Chunk, payload: Array) -> None:
         chunk.unsent += 1
+        self._frames += 1
 
         def done() -> None:
             chunk.unsent -= 1
+            self._frames -= 1
             self._retire(index, chunk)
 
         self.flows[peer].send(
@@ -398,6 +407,21 @@ class Pipeline:
     def _span(self, stage: Stage, index: int, what: str, begin: float) -> None:
         if self.spans is not None:
             self.spans.append(Span(stage, index, what, begin, time.monotonic()))
+
+    def interest(self) -> int:
+        """Return which counters would let a lane go on by growing: a mask of ``1 << counter``."""
+        node, counters = self.node, 0
+        if self.next_in < self.end and not node.staging_free(self.next_in):
+            counters |= 1 << Counter.REDUCED
+        if self.next_reduce < self.end and node.least(Counter.COPIED_IN) <= self.next_reduce:
+            counters |= 1 << Counter.COPIED_IN
+        if self.next_out < self.next_publish:
+            counters |= 1 << Counter.PUBLISHED
+        if not node.result_free(max(self.next_add, self.next_publish)) or any(
+            flow.gated for flow in self._flows
+        ):
+            counters |= 1 << Counter.COPIED_OUT
+        return counters
 
     def waits_for(self) -> "Wait":
         """Say for whom the oldest unfinished chunk waits."""

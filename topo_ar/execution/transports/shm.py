@@ -64,24 +64,26 @@ class Node:
         return self._words[local_rank][counter]
 
     def advance(self, counter: int, value: int) -> None:
-        """Publish this rank's counter and wake the node when it was the last to get there."""
+        """Publish this rank's counter; the last to get there wakes those who sleep for it."""
         self._mine[counter] = value
         for words in self._words:
             if words[counter] < value:
                 return
-        self.wake()
-
-    def wake(self, *, everyone: bool = False) -> None:
-        """Wake the peers that sleep in `poll`, or `everyone` whatever their flag says."""
+        bit = 1 << counter
         for peer in self.peers:
-            if everyone or peer.segment.words[Counter.ASLEEP]:
-                peer.segment.words[Counter.ASLEEP] = 0
-                with contextlib.suppress(OSError):  # full pipe: awake anyway; gone: seen by pidfd
-                    os.write(peer.wake_fd, b"\0")
+            words = peer.segment.words
+            if words[Counter.ASLEEP] & bit:
+                words[Counter.ASLEEP] = 0
+                _ring(peer)
 
-    def set_asleep(self, asleep: bool) -> None:
-        """Say whether this rank is about to block."""
-        self._mine[Counter.ASLEEP] = int(asleep)
+    def wake_everyone(self) -> None:
+        """Wake all peers, whatever they wait for."""
+        for peer in self.peers:
+            _ring(peer)
+
+    def sleep_for(self, counters: int) -> None:
+        """Say which counters this rank is about to block for: a mask of ``1 << counter``."""
+        self._mine[Counter.ASLEEP] = counters
 
     def write_fingerprint(self, ticket: int, fingerprint: int) -> None:
         """Announce what this rank believes ticket number `ticket` to be."""
@@ -121,3 +123,8 @@ class Node:
         for peer in self.peers:
             peer.close()
         self.owned.close()
+
+
+def _ring(peer: Peer) -> None:
+    with contextlib.suppress(OSError):  # a full pipe wakes as well; a dead peer is seen by pidfd
+        os.write(peer.wake_fd, b"\0")
