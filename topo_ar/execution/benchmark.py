@@ -4,8 +4,6 @@ A sample is the mean of a few back-to-back calls after one untimed call, so that
 from credit that an idle link has saved up; a lone sample is one call after a pause.
 """
 
-import resource
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,10 +14,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from topo_ar.execution.candidates import Candidate, CandidateLostError, Own, Run, Sample
 from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.orders import PeerPlace
+from topo_ar.execution.peer import Peer
 from topo_ar.execution.pipeline import Span
 from topo_ar.planning.calibration import predict_seconds
-from topo_ar.planning.plan import Family, Plan
+from topo_ar.planning.plan import Plan
 from topo_ar.telemetry.metrics import algbw, busbw, slow_link_busbw
 
 LONE_LIMIT_NBYTES = 256 << 10
@@ -28,15 +29,17 @@ _SAMPLE_S = 0.04
 _MAX_CALLS = 40
 _BURSTS_PER_NIC = 16
 _CALIBRATION_SAMPLES = 3
-
-AllReduce = Callable[[torch.Tensor], object]
+# A peer's order has this share of the time for which the job's other ranks wait.
+_PEER_SHARE = 1 / 3
+_LONGEST_PEER_S = 60.0
 
 
 class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure. Sizes in bytes; `dtype` is a torch name; `op` is ``sum`` or ``avg``.
 
     Sizes from `large_nbytes` up take `large_iterations` samples where that is given. One planned
-    all-reduce of `trace_nbytes` is recorded span by span.
+    all-reduce of `trace_nbytes` is recorded span by span. `peers` are jobs of other libraries that
+    take turns with this one.
     """
 
     sizes: tuple[int, ...]
@@ -46,21 +49,13 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     op: str = "sum"
     against: tuple[str, ...] = ("gloo",)
+    peers: tuple[PeerPlace, ...] = ()
     plan: str = "auto"
     timeout_s: float = 120.0
     burst_nbytes: int | None = None
     large_nbytes: int = 64_000_000
     large_iterations: int | None = None
     trace_nbytes: int | None = None
-
-
-@dataclass(slots=True)
-class Candidate:
-    """One way to all-reduce: a name, the call, and the family its times calibrate."""
-
-    name: str
-    call: AllReduce
-    family: Family | None
 
 
 Row = dict[str, Any]
@@ -81,13 +76,14 @@ def run_benchmark(
         Over all ranks of the default group.
     announce : callable
         Called on rank 0 with the name of an event and its data: ``calibration``, ``plan`` and
-        ``prediction`` before a size is timed, ``span`` at the end.
+        ``prediction`` before a size is timed, ``lost`` when a peer is not measured any more,
+        ``span`` at the end.
     """
-    bench = _Bench(config, communicator)
+    bench = _Bench(config, communicator, announce)
     try:
-        calibrations = bench.calibrate(announce)
+        calibrations = bench.calibrate()
         for nbytes in config.sizes:
-            for row in bench.measure(nbytes, calibrations, announce):
+            for row in bench.measure(nbytes, calibrations):
                 if communicator.rank == 0:
                     yield row
         if config.trace_nbytes is not None:
@@ -98,23 +94,37 @@ def run_benchmark(
 
 
 class _Bench:
-    def __init__(self, config: BenchConfig, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        config: BenchConfig,
+        communicator: Communicator,
+        announce: Callable[[str, Row], None],
+    ) -> None:
         self.config = config
         self.communicator = communicator
         self.rank, self.world_size = communicator.rank, communicator.world_size
+        self._announce = announce if self.rank == 0 else lambda event, data: None
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.op = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[config.op]
         self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
-        self.candidates = [
-            *(
-                [Candidate("gloo", self._flat, Family.FLAT_RING)]
-                if "gloo" in config.against
-                else []
-            ),
-            Candidate("plan", self._planned, None),
-        ]
+        self._buffer = torch.empty(0, dtype=self.dtype)
+        self._lost: dict[str, str] = {}
+        self.candidates: list[Candidate] = [*self._own(), *self._peers()]
+
+    def _own(self) -> Iterator[Candidate]:
+        if "gloo" in self.config.against:
+            yield Own("gloo", self._flat, self._zeros, self.op, self._gloo)
+        yield Own("plan", self._planned, self._zeros, self.op, self._gloo)
+
+    def _peers(self) -> Iterator[Candidate]:
+        config = self.config
+        deadline = min(_LONGEST_PEER_S, _PEER_SHARE * config.timeout_s)
+        for place in config.peers:
+            yield Peer(place, config.dtype, config.op, deadline, self._gloo)
 
     def close(self) -> None:
+        for candidate in self.candidates:
+            candidate.close()
         dist.destroy_process_group(self._gloo)
 
     def _flat(self, tensor: torch.Tensor) -> object:
@@ -124,48 +134,39 @@ class _Bench:
         return self.communicator.all_reduce(tensor, self.op).wait()
 
     def _zeros(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes // self.dtype.itemsize, dtype=self.dtype)
+        """Return a buffer that all candidates share until another size is asked for."""
+        if self._buffer.nbytes != nbytes:
+            self._buffer = torch.zeros(nbytes // self.dtype.itemsize, dtype=self.dtype)
+        return self._buffer
 
-    def calibrate(self, announce: Callable[[str, Row], None]) -> dict[str, list[tuple[int, float]]]:
+    def calibrate(self) -> dict[str, list[tuple[int, float]]]:
         """Time every candidate at sizes that are not asked for."""
         points: dict[str, list[tuple[int, float]]] = {c.name: [] for c in self.candidates}
         for nbytes in calibration_sizes(self.config.sizes):
-            tensor = self._zeros(nbytes)
-            samples = self._interleaved(tensor, _CALIBRATION_SAMPLES)
-            for candidate in self.candidates:
-                points[candidate.name].append((nbytes, median(samples[candidate.name].seconds)))
-        if self.rank == 0:
-            announce("calibration", {"points": points})
+            for name, samples in self._interleaved(nbytes, _CALIBRATION_SAMPLES).items():
+                points[name].append((nbytes, median(samples.seconds)))
+        self._announce("calibration", {"points": points})
         return points
 
     def measure(
-        self,
-        nbytes: int,
-        calibrations: dict[str, list[tuple[int, float]]],
-        announce: Callable[[str, Row], None],
+        self, nbytes: int, calibrations: dict[str, list[tuple[int, float]]]
     ) -> Iterator[Row]:
         """Yield the rows of one size."""
         plan = self.communicator.plan_for(nbytes, self.dtype.itemsize)
         predicted = {c.name: predict_seconds(calibrations[c.name], nbytes) for c in self.candidates}
-        if self.rank == 0:
-            announce("plan", {"nbytes": nbytes, "hash": plan.hash, "reason": plan.reason})
-            announce("prediction", {"nbytes": nbytes, "predicted_seconds": predicted})
+        self._announce("plan", {"nbytes": nbytes, "hash": plan.hash, "reason": plan.reason})
+        self._announce("prediction", {"nbytes": nbytes, "predicted_seconds": predicted})
         wrong_before = self._wrong(nbytes)
-        tensor = self._zeros(nbytes)
         iterations = self.config.iterations
         if self.config.large_iterations is not None and nbytes >= self.config.large_nbytes:
             iterations = self.config.large_iterations
-        samples = self._interleaved(tensor, iterations)
-        lone = self._lone(tensor) if nbytes <= LONE_LIMIT_NBYTES else {}
+        samples = self._interleaved(nbytes, iterations)
+        lone = self._lone(nbytes) if nbytes <= LONE_LIMIT_NBYTES else {}
         wrong_after = self._wrong(nbytes)
-        for candidate in self.candidates:
-            name = candidate.name
-            wrong = None
-            if self.config.check:
-                wrong = wrong_before[name] + wrong_after[name]
-            yield self._row(
-                candidate, nbytes, plan, samples[name], lone.get(name), predicted[name], wrong
-            )
+        for name in [candidate.name for candidate in self.candidates]:
+            wrong = wrong_before[name] + wrong_after[name] if self.config.check else None
+            alone = lone[name].seconds if name in lone else None
+            yield self._row(name, nbytes, plan, samples[name], alone, predicted[name], wrong)
 
     def trace(self, nbytes: int) -> Iterator[Row]:
         """Yield on rank 0 the spans of all ranks for one planned all-reduce."""
@@ -192,7 +193,7 @@ class _Bench:
 
     def _row(
         self,
-        candidate: Candidate,
+        name: str,
         nbytes: int,
         plan: Plan,
         samples: "_Samples",
@@ -206,8 +207,8 @@ class _Bench:
         limit = plan.wire_limit_seconds
         return {
             "collective": "all_reduce",
-            "candidate": candidate.name,
-            "family": str(plan.family) if candidate.name == "plan" else "flat_ring",
+            "candidate": name,
+            "family": {"plan": str(plan.family), "gloo": "flat_ring"}.get(name),
             "dtype": self.config.dtype,
             "redop": self.config.op,
             "nbytes": nbytes,
@@ -229,10 +230,11 @@ class _Bench:
             "wire_limit_seconds": limit,
             "fraction": limit / seconds if limit and not marks else None,
             "predicted_seconds": predicted,
-            "model_seconds": plan.predicted_seconds if candidate.name == "plan" else None,
-            "plan_hash": plan.hash if candidate.name == "plan" else None,
+            "model_seconds": plan.predicted_seconds if name == "plan" else None,
+            "plan_hash": plan.hash if name == "plan" else None,
             "congestion_control": self.communicator.congestion_control,
             "marks": marks,
+            "lost": dict(self._lost),
         }
 
     def _marks(self, nbytes: int) -> list[str]:
@@ -245,44 +247,45 @@ class _Bench:
                 return ["burst"]
         return []
 
-    def _interleaved(self, tensor: torch.Tensor, num_samples: int) -> dict[str, "_Samples"]:
-        calls = {c.name: self._calls_per_sample(c, tensor) for c in self.candidates}
-        mine = {c.name: _Samples(calls[c.name], [], []) for c in self.candidates}
+    def _interleaved(self, nbytes: int, num_samples: int) -> dict[str, "_Samples"]:
+        runs = {}
+        for candidate in tuple(self.candidates):
+            calls = self._calls_per_sample(candidate, nbytes)
+            runs[candidate.name] = Run(nbytes, calls)
+        return self._take(runs, num_samples)
+
+    def _lone(self, nbytes: int) -> dict[str, "_Samples"]:
+        run = Run(nbytes, calls=1, warmup=0, pause_seconds=_LONE_PAUSE_S)
+        return self._take({c.name: run for c in self.candidates}, self.config.iterations)
+
+    def _take(self, runs: dict[str, Run], num_samples: int) -> dict[str, "_Samples"]:
+        """Sample every candidate in turn; those that are lost meanwhile have no samples."""
+        mine = {name: _Samples(run.calls, [], []) for name, run in runs.items()}
         for _ in range(num_samples):
-            for candidate in self.candidates:
-                self._sample(candidate, tensor, mine[candidate.name])
-        return {name: self._slowest(samples) for name, samples in mine.items()}
+            for candidate in tuple(self.candidates):
+                sample = self._sample(candidate, runs[candidate.name])
+                if sample is not None:
+                    mine[candidate.name].seconds.append(sample.seconds)
+                    mine[candidate.name].cpu_seconds.append(sample.cpu_seconds)
+        return {c.name: self._slowest(mine[c.name]) for c in self.candidates}
 
-    def _calls_per_sample(self, candidate: Candidate, tensor: torch.Tensor) -> int:
-        dist.barrier(group=self._gloo)
-        for _ in range(self.config.warmup):
-            candidate.call(tensor)
-        begin = time.perf_counter()
-        candidate.call(tensor)
-        elapsed = self._reduce_max([time.perf_counter() - begin])[0]
-        return min(_MAX_CALLS, max(1, round(_SAMPLE_S / elapsed)))
+    def _calls_per_sample(self, candidate: Candidate, nbytes: int) -> int:
+        sample = self._sample(candidate, Run(nbytes, calls=1, warmup=self.config.warmup))
+        if sample is None:
+            return 1
+        return min(_MAX_CALLS, max(1, round(_SAMPLE_S / self._reduce_max([sample.seconds])[0])))
 
-    def _sample(self, candidate: Candidate, tensor: torch.Tensor, samples: "_Samples") -> None:
-        dist.barrier(group=self._gloo)
-        candidate.call(tensor)
-        cpu = _cpu_seconds()
-        begin = time.perf_counter()
-        for _ in range(samples.calls):
-            candidate.call(tensor)
-        samples.seconds.append((time.perf_counter() - begin) / samples.calls)
-        samples.cpu_seconds.append((_cpu_seconds() - cpu) / samples.calls)
+    def _sample(self, candidate: Candidate, run: Run) -> Sample | None:
+        try:
+            return candidate.sample(run)
+        except CandidateLostError as error:
+            self._drop(candidate, error)
+            return None
 
-    def _lone(self, tensor: torch.Tensor) -> dict[str, list[float]]:
-        mine: dict[str, list[float]] = {c.name: [] for c in self.candidates}
-        for _ in range(self.config.iterations):
-            for candidate in self.candidates:
-                dist.barrier(group=self._gloo)
-                time.sleep(_LONE_PAUSE_S)
-                dist.barrier(group=self._gloo)
-                begin = time.perf_counter()
-                candidate.call(tensor)
-                mine[candidate.name].append(time.perf_counter() - begin)
-        return {name: self._reduce_max(values) for name, values in mine.items()}
+    def _drop(self, candidate: Candidate, error: CandidateLostError) -> None:
+        self.candidates.remove(candidate)
+        self._lost[candidate.name] = str(error)
+        self._announce("lost", {"candidate": candidate.name, "reason": str(error)})
 
     def _slowest(self, samples: "_Samples") -> "_Samples":
         total = torch.tensor(samples.cpu_seconds, dtype=torch.float64)
@@ -297,22 +300,12 @@ class _Bench:
         return slowest
 
     def _wrong(self, nbytes: int) -> dict[str, int]:
-        """Count elements that differ from the exact sum of small integers, over all ranks."""
-        if not self.config.check:
-            return {}
-        numel = nbytes // self.dtype.itemsize
         counts = {}
-        for candidate in self.candidates:
-            pattern = torch.arange(numel) % 7
-            tensor = (pattern + self.rank % 5).to(self.dtype)
-            offset = sum(rank % 5 for rank in range(self.world_size))
-            expected = (pattern * self.world_size + offset).double()
-            if self.op == dist.ReduceOp.AVG:
-                expected /= self.world_size
-            candidate.call(tensor)
-            wrong = torch.tensor([int((tensor != expected.to(self.dtype)).sum())])
-            dist.all_reduce(wrong, group=self._gloo)
-            counts[candidate.name] = int(wrong)
+        for candidate in tuple(self.candidates) if self.config.check else ():
+            try:
+                counts[candidate.name] = candidate.wrong(nbytes)
+            except CandidateLostError as error:
+                self._drop(candidate, error)
         return counts
 
 
@@ -321,11 +314,6 @@ class _Samples:
     calls: int
     seconds: list[float]
     cpu_seconds: list[float]
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def calibration_sizes(sizes: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@ tail of the one before is still on the wire. Each lane handles chunks in order a
 next one; memory is a few slots per lane, and a lane waits until its slot is free again.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -189,6 +190,9 @@ class Pipeline:
             self._span(Stage.INTRA_REDUCE_SCATTER, index, "copy in", begin)
         self.next_in = index + 1
         node.advance(Counter.COPIED_IN, self.next_in)
+        if node.least(Counter.COPIED_IN) <= index:
+            # Ranks that share this core shall bring this chunk before this one brings the next.
+            os.sched_yield()
         return True
 
     def _reduce(self) -> bool:
@@ -243,7 +247,7 @@ class Pipeline:
         early = collective.divisor if kernel.rounds else 1
         out = self._sum(index, chunk, begin, end)
         kernel.sum_into(out, sources, early)
-        chunk.wire_begin = time.monotonic()
+        chunk.wire_begin = chunk.wire_begin or time.monotonic()
         if program.parts:
             self._send_contributions(index, chunk)
         else:
@@ -336,6 +340,8 @@ class Pipeline:
                 ranks=(flow.rank,),
                 stage=Stage.INTER_EXCHANGE,
             )
+        if not chunk.wire_begin:
+            chunk.wire_begin = time.monotonic()
         if kind == Kind.RESULT:
             if not self._result_free(index):
                 return None
