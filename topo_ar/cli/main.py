@@ -6,6 +6,7 @@ import typer
 
 from topo_ar._version import __version__
 from topo_ar.cli.bench import bench
+from topo_ar.cli.doctor import doctor
 from topo_ar.cli.emulate import emulate
 from topo_ar.cli.explain import explain
 from topo_ar.cli.plan import plan
@@ -35,6 +36,7 @@ app.command()(plan)
 app.command()(bench)
 app.command()(explain)
 app.command()(emulate)
+app.command()(doctor)
 
 
 def main() -> None:
