@@ -5,15 +5,18 @@ With ``--emulate`` the command builds the hosts, starts `bench_worker` on every 
 what rank 0 reports.
 """
 
-import json
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from topo_ar.cli.bench_worker import CONFIG_ENV, MARK
+from topo_ar.cli.bench_events import EventReader
+from topo_ar.cli.bench_peers import OPENMPI, Peers, require_peers
+from topo_ar.cli.bench_worker import CONFIG_ENV
 from topo_ar.errors import ConfigError
 from topo_ar.units import parse_size
 
@@ -97,17 +100,16 @@ def bench(
         raise ConfigError(f"--plan {plan!r} is not auto, flat or hierarchical")
     if op not in ("sum", "avg"):
         raise ConfigError(f"-o {op!r} is not sum or avg")
-    in_job = "RANK" in os.environ and emulate is None
-    if not in_job and emulate is None:
-        raise ConfigError(
-            "bench needs ranks: start it with torchrun, or pass --emulate 2x4 --nic 1gbit"
-        )
-    if in_job:
+    if op == "avg" and dtype in ("int32", "int64"):
+        raise ConfigError(f"-o avg of {dtype} is not defined; use -o sum or a floating-point -d")
+    if emulate is None:
+        require_peers(config["against"], dtype, emulated=False)
         _in_job(config, json_file, trace, min_fraction)
         return
-    assert emulate is not None
+    spec = cluster_spec(emulate, nic)
+    require_peers(config["against"], dtype, emulated=True)
     with Report(json_file, trace) as report:
-        run_emulated(config, cluster_spec(emulate, nic), report)
+        run_emulated(config, spec, report)
     raise typer.Exit(report.exit_code(min_fraction))
 
 
@@ -155,12 +157,12 @@ def _at_least(flag: str, value: int, least: int) -> int:
 
 
 def _peers(text: str) -> list[str]:
-    known = ("gloo", "openmpi", "openmpi-han")
+    known = ("gloo", *OPENMPI)
     peers = [peer for peer in text.split(",") if peer]
     for peer in peers:
         if peer not in known:
             raise ConfigError(f"--against {peer!r} is not one of {', '.join(known)}")
-    return ["gloo", *[peer for peer in peers if peer != "gloo"]]
+    return list(dict.fromkeys(["gloo", *peers]))
 
 
 def _in_job(
@@ -169,6 +171,10 @@ def _in_job(
     from topo_ar.cli.bench_report import Report
     from topo_ar.cli.bench_worker import measure
 
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "bench needs ranks: start it with torchrun, or pass --emulate 2x4 --nic 1gbit"
+        )
     if os.environ["RANK"] != "0":
         measure(config, lambda event, data: None)
         return
@@ -179,29 +185,39 @@ def _in_job(
 
 
 def run_emulated(config: dict[str, Any], spec: "ClusterSpec", report: "Report") -> None:
-    """Build the hosts of `spec`, measure what `config` says on them, and fill `report`."""
+    """Build the hosts of `spec`, measure what `config` says on them, and fill `report`.
+
+    Raises
+    ------
+    ConfigError
+        If a library to measure against is not installed.
+    """
     from topo_ar.emulation.check import report as check_links
     from topo_ar.emulation.launch import start
     from topo_ar.emulation.loopback import open_cluster
 
+    against = config.get("against", ())
+    openmpi = require_peers(against, config.get("dtype", "float32"), emulated=True)
     with open_cluster(spec) as cluster:
         links = check_links(cluster)
-        report.begin(links)
-        config = {**config, "burst_nbytes": links.burst if links.emulated else None}
-        job = start(
-            cluster,
-            [sys.executable, "-m", "topo_ar.cli.bench_worker"],
-            env={CONFIG_ENV: json.dumps(config)},
-            on_line=lambda rank, line: _forward(report, line),
-        )
-        results = job.wait()
+        report.begin(links, openmpi=openmpi)
+        with Peers(cluster, against) as peers:
+            config = {
+                **config,
+                "burst_nbytes": links.burst if links.emulated else None,
+                "peers": peers.places,
+            }
+            readers: dict[int, EventReader] = defaultdict(
+                lambda: EventReader(report.event, sys.stderr.write)
+            )
+            job = start(
+                cluster,
+                [sys.executable, "-m", "topo_ar.cli.bench_worker"],
+                env={CONFIG_ENV: msgspec.json.encode(config).decode()},
+                on_line=lambda rank, line: readers[rank].feed(line),
+            )
+            results = job.wait()
+        for name in report.lost:
+            for line in peers.last_words(name):
+                print(f"mpirun ({name}): {line}", file=sys.stderr)
     report.ranks_ended(results.exit_code)
-
-
-def _forward(report: "Report", line: bytes) -> None:
-    text = line.decode(errors="replace")
-    if text.startswith(MARK):
-        event, data = json.loads(text.removeprefix(MARK))
-        report.event(event, data)
-    else:
-        sys.stderr.write(text)

@@ -33,6 +33,11 @@ class Report:
         Where the spans of one all-reduce go as a Perfetto trace.
     topology_file : Path or None
         Where the topology that the ranks probed and measured goes.
+
+    Attributes
+    ----------
+    lost : list of str
+        The peers that were given up.
     """
 
     def __init__(
@@ -46,11 +51,12 @@ class Report:
         self._path = Path(json_file) if json_file and not self._quiet else None
         self._trace_file = trace_file
         self._topology_file = topology_file
-        self._topology: list[str] = []
+        self._topology = ""
         self._spans: list[dict[str, Any]] = []
         self._rows: list[dict[str, Any]] = []
         self._manifest: dict[str, Any] = {}
         self._ranks_code = 0
+        self.lost: list[str] = []
 
     def __enter__(self) -> Self:
         return self
@@ -66,17 +72,23 @@ class Report:
         if self._trace_file is not None and self._spans:
             write_trace(map(_span, self._spans), self._trace_file)
         if self._topology_file is not None and self._topology:
-            self._topology_file.write_text("".join(self._topology) + "\n")
+            self._topology_file.write_text(self._topology + "\n")
         if self._rows and not self._quiet:
             self._print_foot()
 
-    def begin(self, links: EmulationReport | None = None) -> None:
-        """Print the head; `links`, where hosts are emulated, go into every row's manifest."""
+    def begin(self, links: EmulationReport | None = None, openmpi: str | None = None) -> None:
+        """Print the head.
+
+        `links`, where hosts are emulated, and the version of Open MPI, where it is measured
+        against, go into every row's manifest.
+        """
         self._manifest = manifest()
         if links is not None:
             self._manifest = manifest("namespaces" if links.emulated else "loopback")
             self._manifest["links"] = msgspec.to_builtins(links)
             self._say(f"# {_describe(links)}")
+        if openmpi is not None:
+            self._manifest["openmpi"] = openmpi
         self._say(
             "# limit: the time nothing can beat at the measured payload rate of the bottleneck; "
             "share: limit / time"
@@ -89,9 +101,12 @@ class Report:
         elif name == "span":
             self._spans.append(data)
         elif name == "topology":
-            self._topology.append(data["part"])
+            self._topology = data["json"]
         elif name == "plan":
             self._say(f"# {format_size(data['nbytes'])}: {data['reason']}")
+        elif name == "lost":
+            self.lost.append(data["candidate"])
+            print(f"topo-ar: {data['candidate']} is left out: {data['reason']}", file=sys.stderr)
         elif name in ("calibration", "prediction") and self._path is not None:
             # Kept beside the rows and before them: a prediction must be older than its timing.
             with RecordWriter(self._path.with_suffix(".predictions.jsonl")) as predictions:

@@ -1,23 +1,22 @@
-"""One rank of ``topo-ar bench --emulate``: measures, and rank 0 reports a marked line an event.
-
-The marks let the parent tell events from whatever else a rank prints. Lines stay below a pipe's
-atomic size, so that nothing is written into the middle of one.
-"""
+"""One rank of ``topo-ar bench``: measures, and rank 0 announces what it finds."""
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
-MARK = "@topo-ar-bench "
+from topo_ar.cli.bench_events import write_event
+from topo_ar.errors import TopoError
+
 CONFIG_ENV = "TOPO_AR_BENCH_CONFIG"
-_PART_CHARS = 1500  # quoted as JSON still below the 4096 bytes that a pipe takes at once
 
 
 def measure(config: dict[str, Any], announce: Callable[[str, dict[str, Any]], None]) -> None:
     """Run the benchmark that `config` describes on this rank; rank 0 announces its events.
 
-    Events are ``topology`` (in parts), those of `run_benchmark`, and ``row``.
+    Events are ``topology``, those of `run_benchmark`, and ``row``.
     """
     import msgspec
     import torch
@@ -35,9 +34,7 @@ def measure(config: dict[str, Any], announce: Callable[[str, dict[str, Any]], No
             plan=settings.plan, measure=True, timeout_s=settings.timeout_s
         ) as communicator:
             if communicator.rank == 0:
-                text = to_json(communicator.topology).decode()
-                for at in range(0, len(text), _PART_CHARS):
-                    announce("topology", {"part": text[at : at + _PART_CHARS]})
+                announce("topology", {"json": to_json(communicator.topology).decode()})
             for row in run_benchmark(settings, communicator, announce):
                 announce("row", row)
     finally:
@@ -46,11 +43,14 @@ def measure(config: dict[str, Any], announce: Callable[[str, dict[str, Any]], No
 
 def main() -> None:
     """Run as a rank under the environment that torchrun sets."""
-
-    def write(event: str, data: dict[str, Any]) -> None:
-        print(MARK + json.dumps([event, data], allow_nan=False), flush=True)
-
-    measure(json.loads(os.environ[CONFIG_ENV]), write)
+    # An interrupted rank has nothing to save; it need not say where it was interrupted.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    config = json.loads(os.environ[CONFIG_ENV])
+    try:
+        measure(config, lambda name, data: write_event(sys.stdout, name, data))
+    except TopoError as error:
+        print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

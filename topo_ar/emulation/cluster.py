@@ -119,6 +119,19 @@ class Cluster:
         """Return the pid of the host's pid 1 as this machine counts; EmulationError if gone."""
         return self._live(host).pids[host]
 
+    @property
+    def directory(self) -> str:
+        """The directory in which commands start that name none: this process's, if hosts see it."""
+        return working_directory(self._keep)
+
+    def entrance(self, host: str, namespaces: str) -> list[str]:
+        """Return the command prefix that enters some namespaces of a host, in nsenter's letters.
+
+        ``n`` alone gives a command the host's network, and this machine's files and processes. The
+        hosts do not end such a command: tie it to its creator.
+        """
+        return self._live(host).enter(host, namespaces)
+
     def popen(
         self,
         host: str,
@@ -136,7 +149,7 @@ class Cluster:
         that is stopped outlives this process if that is killed. `options` go to `subprocess.Popen`.
         """
         namespaces = self._live(host)
-        directory = str(cwd) if cwd is not None else working_directory(self._keep)
+        directory = self.directory if cwd is None else str(cwd)
         command = [
             *(find_tool("env"), f"--ignore-signal={_SIGNALS}"),
             *namespaces.enter(host, "Fnuipm"),

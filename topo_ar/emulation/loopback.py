@@ -49,6 +49,11 @@ class LoopbackCluster:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return int(server.getsockname()[1])
 
+    @property
+    def directory(self) -> str:
+        """The directory in which commands start that name none: this process's."""
+        return os.getcwd()
+
     def popen(
         self,
         host: str,

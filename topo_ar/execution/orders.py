@@ -49,10 +49,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What rank 0 answers: the slowest rank's seconds a call, the mean rank's CPU seconds a call.
-
-    `wrong` counts the elements that were not as they should be, over all ranks.
-    """
+    """What every rank answers: its seconds and CPU seconds a call, how many elements are wrong."""
 
     seconds: float
     cpu_seconds: float
@@ -64,10 +61,8 @@ def send(connection: socket.socket, message: msgspec.Struct) -> None:
     connection.sendall(msgspec.json.encode(message) + b"\n")
 
 
-def serve(place: PeerPlace, rank: int, obey: Callable[[Order], Answer | None]) -> None:
+def serve(place: PeerPlace, rank: int, obey: Callable[[Order], Answer]) -> None:
     """Connect as `rank`, obey one order after the other, and return when there are no more.
-
-    An answer is sent where `obey` returns one.
 
     Raises
     ------
@@ -78,9 +73,7 @@ def serve(place: PeerPlace, rank: int, obey: Callable[[Order], Answer | None]) -
         send(connection, Hello(place.token, rank))
         with connection.makefile("rb") as lines:
             for line in lines:
-                answer = obey(msgspec.json.decode(line, type=Order))
-                if answer is not None:
-                    send(connection, answer)
+                send(connection, obey(msgspec.json.decode(line, type=Order)))
 
 
 def _connect(place: PeerPlace) -> socket.socket:

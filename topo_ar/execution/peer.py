@@ -45,8 +45,12 @@ class Peer:
         self._deadline_s = deadline_s
         self._group = group
         self._ranks: _Ranks | None = None
+        self._reason = ""
         if dist.get_rank(group) == 0:
-            self._ranks = _Ranks(place, dist.get_world_size(group))
+            try:
+                self._ranks = _Ranks(place, dist.get_world_size(group))
+            except OSError as error:
+                self._reason = f"cannot listen at {place.address}:{place.port}: {error.strerror}"
 
     def sample(self, run: Run) -> Sample:
         """Have the ranks take one sample: all job ranks return the slowest one's."""
@@ -64,12 +68,12 @@ class Peer:
 
     def _ask(self, run: Run, check: bool = False) -> Answer:
         dist.barrier(group=self._group)
-        answer, reason = None, ""
+        answer = None
         if self._ranks is not None:
             try:
                 answer = self._ranks.obey(self._order(run, check), self._deadline_s)
-            except OSError as error:
-                reason = str(error)
+            except (OSError, ValueError) as error:
+                self._reason = str(error)
         told = torch.zeros(4, dtype=torch.float64)
         if answer is not None:
             told[:] = torch.tensor([1.0, answer.seconds, answer.cpu_seconds, answer.wrong])
@@ -77,7 +81,7 @@ class Peer:
         came, seconds, cpu, wrong = told.tolist()
         if not came:
             self.close()
-            raise CandidateLostError(reason)
+            raise CandidateLostError(self._reason)
         return Answer(seconds, cpu, int(wrong))
 
     def _order(self, run: Run, check: bool) -> Order:
@@ -104,13 +108,21 @@ class _Ranks:
         self._connections: dict[int, socket.socket] = {}
 
     def obey(self, order: Order, seconds: float) -> Answer:
-        """Return what the ranks answer to `order`, within `_GRACE` times `seconds`."""
+        """Return the ranks' answer within `_GRACE` times `seconds`.
+
+        It holds the slowest rank's seconds, the mean of CPU seconds, and the sum of wrong elements.
+        """
         if not self._connections:
             self._accept(min(seconds, CONNECT_SECONDS))
         for rank, connection in self._connections.items():
             with _amiss(f"rank {rank} ended"):
                 send(connection, order)
-        return self._answer(time.monotonic() + _GRACE * seconds)
+        answers = self._answers(time.monotonic() + _GRACE * seconds)
+        return Answer(
+            max(answer.seconds for answer in answers),
+            sum(answer.cpu_seconds for answer in answers) / self._count,
+            sum(answer.wrong for answer in answers),
+        )
 
     def close(self) -> None:
         """Close all connections: the ranks end when they notice."""
@@ -135,19 +147,20 @@ class _Ranks:
             self._connections[hello.rank] = connection
             self._selector.register(connection, selectors.EVENT_READ, hello.rank)
 
-    def _answer(self, limit: float) -> Answer:
-        line = b""
-        while not line.endswith(b"\n"):
+    def _answers(self, limit: float) -> list[Answer]:
+        lines = dict.fromkeys(self._connections, b"")
+        while not all(line.endswith(b"\n") for line in lines.values()):
             ready = self._selector.select(max(0.0, limit - time.monotonic()))
             if not ready:
-                raise OSError("no answer in time")
+                silent = [rank for rank, line in lines.items() if not line]
+                raise OSError(f"no answer from ranks {silent} in time")
             for key, _ in ready:
                 with _amiss(f"rank {key.data} ended"):
                     piece = self._connections[key.data].recv(_PIECE_NBYTES)
                     if not piece:
                         raise EOFError
-                line += piece
-        return msgspec.json.decode(line, type=Answer)
+                lines[key.data] += piece
+        return [msgspec.json.decode(line, type=Answer) for line in lines.values()]
 
 
 def _hello(connection: socket.socket) -> Hello | None:
