@@ -203,3 +203,30 @@ def test_uneven_nodes_take_the_plain_path_and_say_so(ranks) -> None:
     for flag, most, total, reason in ranks.run(_plain_kinds, 3, [0, 0, 1]):
         assert (flag, most, total) == (True, 2.0, 3.0)
         assert reason == "nodes hold [2, 1] ranks, not equally many"
+
+
+def _sync_mixed(rank: int, world_size: int, hosts: list[int]) -> int:
+    """Calls that the caller drives itself, between and among calls that the thread drives."""
+    random.seed(rank)
+    wrong = 0
+    with communicator(rank, hosts, plan="hierarchical") as made:
+        for iteration in range(60):
+            first = torch.full((3000 + 50_000 * (iteration % 3),), float(rank))
+            second = torch.full((100,), float(rank + 1))
+            third = torch.full((70_000,), float(rank + 2))
+            if random.random() < 0.2:
+                time.sleep(random.random() * 0.002)
+            made.all_reduce_sync(first)
+            future = made.all_reduce(second)
+            made.all_reduce_sync(third)
+            future.wait()
+            total = sum(range(world_size))
+            for tensor, more in ((first, 0), (second, 1), (third, 2)):
+                expected = torch.full_like(tensor, total + more * world_size)
+                wrong += int(not torch.equal(tensor, expected))
+    return wrong
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 0]], ids=str)
+def test_calls_driven_by_the_caller_keep_the_order(ranks, hosts) -> None:
+    assert ranks.run(_sync_mixed, 4, hosts) == [0] * 4

@@ -105,5 +105,6 @@ def all_reduce(
     """
     import torch.distributed as dist
 
-    future = communicator(group).all_reduce(tensor, op if op is not None else dist.ReduceOp.SUM)
-    return future if async_op else future.wait()
+    made = communicator(group)
+    op = dist.ReduceOp.SUM if op is None else op
+    return made.all_reduce(tensor, op) if async_op else made.all_reduce_sync(tensor, op)

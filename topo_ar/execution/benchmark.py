@@ -131,7 +131,7 @@ class _Bench:
         return dist.all_reduce(tensor, op=self.op, group=self._gloo)
 
     def _planned(self, tensor: torch.Tensor) -> object:
-        return self.communicator.all_reduce(tensor, self.op).wait()
+        return self.communicator.all_reduce_sync(tensor, self.op)
 
     def _zeros(self, nbytes: int) -> torch.Tensor:
         """Return a buffer that all candidates share until another size is asked for."""

@@ -251,11 +251,47 @@ class Communicator:
         if tensor.device.type != "cpu":
             return self._inline(tensor, op, prepared.plan, on_done)
         with self._lock:
-            number = self._next_ticket
-            self._next_ticket += 1
-            work = self._work(number, tensor, op, prepared)
-            self._loop.submit(Ticket(number, tensor, future, work, on_done))
+            self._loop.submit(self._ticket(tensor, op, prepared, future, on_done))
         return future
+
+    def all_reduce_sync(
+        self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """Reduce `tensor` in place and return it when it is done; else as `all_reduce`.
+
+        Where nothing else is in flight the calling thread does the work itself, which saves a small
+        tensor two thread switches.
+
+        Raises
+        ------
+        ValueError
+            As `all_reduce`.
+        ExecutionError
+            If the collective failed.
+        """
+        if tensor.device.type != "cpu" or tensor.numel() == 0 or self.world_size == 1:
+            return self.all_reduce(tensor, op).wait()
+        _check(tensor, op)
+        prepared = self._prepare(tensor)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        with self._lock:
+            ticket = self._ticket(tensor, op, prepared, future, None)
+            claimed = self._loop.claim(ticket)
+        if claimed:
+            self._loop.drive(ticket)
+        return future.wait()
+
+    def _ticket(
+        self,
+        tensor: torch.Tensor,
+        op: "dist.ReduceOp.RedOpType",
+        prepared: _Prepared,
+        future: "torch.futures.Future[torch.Tensor]",
+        on_done: Callable[[], None] | None,
+    ) -> Ticket:
+        number = self._next_ticket
+        self._next_ticket += 1
+        return Ticket(number, tensor, future, self._work(number, tensor, op, prepared), on_done)
 
     def _inline(
         self,

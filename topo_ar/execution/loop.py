@@ -76,53 +76,105 @@ class Loop:
         for fd in self._pid_fds:
             self._epoll.register(fd, select.EPOLLIN)
         pipeline.finished = self._finished
+        # The idle thread listens to the doorbell alone: peers that ring for another driver, and
+        # tickets that the caller drives itself, must not cost it a switch.
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._doorbell, select.EPOLLIN)
+        self._idle = select.epoll()
+        self._idle.register(self._doorbell, select.EPOLLIN)
+        self._driving = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="topo_ar", daemon=True)
         self._thread.start()
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a ticket; its future fails at once when the loop has failed or is closed."""
+        if self._accept(ticket):
+            self._ring()
+
+    def claim(self, ticket: Ticket) -> bool:
+        """Queue a ticket and tell whether the caller shall `drive` it, because nothing is open."""
+        claimed = self._driving.acquire(blocking=False)
+        if claimed and (self._incoming or self.pipeline.busy):
+            self._driving.release()
+            claimed = False
+        if self._accept(ticket) and not claimed:
+            self._ring()
+        return claimed
+
+    def drive(self, ticket: Ticket) -> None:
+        """Run the loop on the calling thread until a claimed `ticket` is done.
+
+        An exception that is not a failed collective, such as KeyboardInterrupt, fails the job and
+        is raised.
+        """
+        try:
+            self._serve(lambda: ticket.future.done())
+        except BaseException as error:
+            self._fail(error)
+            self._ring()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._driving.release()
+        if self.pipeline.busy or self._incoming:
+            self._ring()  # what is still to be sent, or was queued meanwhile, is the thread's
+
+    def _accept(self, ticket: Ticket) -> bool:
         with self._lock:
             if self.error is None and not self._closing:
                 self._incoming.append(ticket)
-                self._wake()
-                return
+                return True
         error = self.error or ExecutionError("the communicator is closed")
         ticket.future.set_exception(error)  # type: ignore[arg-type]
+        return False
 
     def close(self, timeout_s: float) -> None:
         """Finish open tickets, tell the node that this rank leaves, and end the thread."""
         with self._lock:
             self._closing = True
-        self._wake()
+        self._ring()
         self._thread.join(timeout_s)
-        self._epoll.close()
+        if not self.alive:
+            self._epoll.close()
+            self._idle.close()
+            os.close(self._doorbell)
 
     @property
     def alive(self) -> bool:
         """Whether the thread still runs."""
         return self._thread.is_alive()
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # a full pipe wakes as well
-            os.write(self._node.owned.wake_write_fd, b"\0")
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # rung already
+            os.eventfd_write(self._doorbell, 1)
 
     def _run(self) -> None:
         try:
-            self._serve()
+            while not self._closing or self._incoming:
+                self._idle.poll()
+                with self._driving:
+                    if self.error is not None:
+                        return
+                    self._hush()
+                    self._serve(lambda: False)
             left = Failure("it closed its communicator", (self.pipeline.rank,), "", -1, left=True)
             self._node.owned.segment.write_failure(left.encode())
             self._node.wake_everyone()
         except BaseException as error:
             self._fail(error)
 
-    def _serve(self) -> None:
+    def _hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._doorbell)
+
+    def _serve(self, enough: Callable[[], bool]) -> None:
+        """Take turns until nothing is open, or `enough` says so; the caller holds `_driving`."""
         idle = 0
-        while True:
+        while not enough():
             self._admit()
             if not self.pipeline.busy:
-                if self._closing and not self._incoming:
+                if not self._incoming:
                     return
-                self._block(None)
             elif self.pipeline.turn():
                 self._last_move = time.monotonic()
                 idle = 0
@@ -171,13 +223,15 @@ class Loop:
             self._block(_RECHECK_S)
         self._node.sleep_for(0)
 
-    def _block(self, timeout_s: float | None) -> None:
+    def _block(self, timeout_s: float) -> None:
         self._look_for_failures()
         self._register_flows()
         for fd, _ in self._epoll.poll(timeout_s):
             if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.read(fd, 4096)
+            elif fd == self._doorbell:
+                self._hush()
             elif fd in self._pid_fds:
                 self._epoll.unregister(fd)
                 self._ended.add(self._pid_fds[fd])
