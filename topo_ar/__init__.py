@@ -22,6 +22,7 @@ from topo_ar.errors import (
     TopoError,
     TopologyError,
 )
+from topo_ar.telemetry.log import log_to_stderr
 
 if TYPE_CHECKING:
     from topo_ar.api import all_reduce, discover, plan
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from topo_ar.topology.model import Topology
     from topo_ar.topology.presets import preset
     from topo_ar.topology.readers import read
+
+log_to_stderr()
 
 # Loaded at first use: planning must not wait for torch.
 _HOMES = {

@@ -1,6 +1,7 @@
 """Entry point of ``topo-ar``: collects the verbs and turns our errors into one line."""
 
 import sys
+from typing import Any
 
 import typer
 
@@ -17,17 +18,28 @@ from topo_ar.errors import TopoError
 app = typer.Typer(
     name="topo-ar",
     help="Topology-aware hierarchical all-reduce: probe, plan, emulate, measure.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
+_INTERRUPTED = 130
+_USAGE = 2
+# Typer brings a click of its own or uses an installed one: its errors are known by this one's kind.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
 @app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+) -> None:
     if version:
         typer.echo(f"topo-ar {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(_USAGE)
 
 
 app.command()(probe)
@@ -40,9 +52,23 @@ app.command()(doctor)
 
 
 def main() -> None:
-    """Run the command line; a `TopoError` becomes one line on stderr and its exit code."""
+    """Run the command line; bad input becomes one line on stderr, Ctrl-C the exit code 130."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except TopoError as error:
-        print(f"topo-ar: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = _complain(str(error), error.exit_code)
+    except _UsageError as error:
+        code = _complain(_sentence(error), _USAGE)
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
+    sys.exit(code)
+
+
+def _complain(sentence: str, code: int) -> int:
+    print(f"topo-ar: error: {sentence}", file=sys.stderr)
+    return code
+
+
+def _sentence(error: Any) -> str:
+    said = " ".join(error.format_message().split()).rstrip(".")
+    return said if error.ctx is None else f"{said}; see {error.ctx.command_path} --help"
