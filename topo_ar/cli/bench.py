@@ -29,13 +29,20 @@ _MAX_SIZES = 64
 
 def bench(
     min_bytes: Annotated[
-        str, typer.Option("-b", "--minbytes", help="Smallest size (64K is binary).")
-    ] = "4K",
-    max_bytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest size.")] = "64M",
+        str | None,
+        typer.Option("-b", "--minbytes", help="Smallest size (64K is binary; default 4K)."),
+    ] = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("-e", "--maxbytes", help="Largest size (default 64M).")
+    ] = None,
     factor: Annotated[int, typer.Option("-f", "--stepfactor", help="Factor of sizes.")] = 4,
     sizes: Annotated[
         str | None,
-        typer.Option("-s", "--sizes", help="Exact sizes instead, such as 25MB,100MB (decimal)."),
+        typer.Option(
+            "-s",
+            "--sizes",
+            help="Exact sizes, such as 25MB,100MB (decimal): alone, or on top of -b to -e.",
+        ),
     ] = None,
     iterations: Annotated[int, typer.Option("-n", "--iters", help="Timed samples.")] = 20,
     warmup: Annotated[int, typer.Option("-w", "--warmup_iters", help="Untimed calls.")] = 1,
@@ -96,6 +103,8 @@ def bench(
     }
     if trace is not None:
         config["trace_nbytes"] = max(config["sizes"])
+    if not timeout_s > 0:
+        raise ConfigError(f"--timeout {timeout_s:g} must be above 0 seconds")
     if plan not in ("auto", "flat", "hierarchical"):
         raise ConfigError(f"--plan {plan!r} is not auto, flat or hierarchical")
     if op not in ("sum", "avg"):
@@ -117,30 +126,37 @@ def cluster_spec(emulate: str, nic: str) -> "ClusterSpec":
     """Return the cluster of a grid such as ``2x4`` or of a TOML file."""
     from topo_ar.emulation.spec import ClusterSpec, parse_grid, read_spec
 
-    if Path(emulate).is_file():
-        return read_spec(Path(emulate))
+    if Path(emulate).is_file() or emulate.endswith(".toml"):
+        return read_spec(emulate)
     nodes, ranks = parse_grid(emulate)
     return ClusterSpec.uniform(nodes, ranks, nic.split(","))
 
 
-def _sizes(min_bytes: str, max_bytes: str, factor: int, sizes: str | None, dtype: str) -> list[int]:
+def _sizes(
+    min_bytes: str | None, max_bytes: str | None, factor: int, sizes: str | None, dtype: str
+) -> list[int]:
     itemsize = _itemsize(dtype)
-    if sizes is not None:
-        chosen = [parse_size(text) for text in sizes.split(",")]
-    else:
-        low, high = parse_size(min_bytes), parse_size(max_bytes)
-        if low < 1 or high < low:
-            raise ConfigError(f"-b {min_bytes} must be positive and not above -e {max_bytes}")
-        _at_least("-f", factor, 2)
-        chosen = [low]
-        while chosen[-1] * factor <= high:
-            chosen.append(chosen[-1] * factor)
+    exact = [] if sizes is None else [parse_size(text) for text in sizes.split(",")]
+    steps = []
+    if sizes is None or min_bytes is not None or max_bytes is not None:
+        steps = _steps(min_bytes or "4K", max_bytes or "64M", factor)
+    chosen = sorted({*exact, *steps})
     if len(chosen) > _MAX_SIZES:
         raise ConfigError(f"{len(chosen)} sizes are too many; at most {_MAX_SIZES}")
     for nbytes in chosen:
         if nbytes % itemsize:
             raise ConfigError(f"{nbytes} bytes are not a whole number of {dtype} elements")
     return chosen
+
+
+def _steps(min_bytes: str, max_bytes: str, factor: int) -> list[int]:
+    low, high = parse_size(min_bytes), parse_size(max_bytes)
+    if low < 1 or high < low:
+        raise ConfigError(f"-b {min_bytes} must be positive and not above -e {max_bytes}")
+    steps = [low]
+    while steps[-1] * _at_least("-f", factor, 2) <= high:
+        steps.append(steps[-1] * factor)
+    return steps
 
 
 def _itemsize(dtype: str) -> int:

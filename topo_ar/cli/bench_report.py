@@ -8,6 +8,7 @@ from typing import Any, Self
 import msgspec
 
 from topo_ar.emulation.check import EmulationReport
+from topo_ar.errors import ConfigError
 from topo_ar.telemetry.records import RecordWriter, manifest
 from topo_ar.telemetry.trace import Span, write_trace
 from topo_ar.units import format_rate, format_size
@@ -38,6 +39,11 @@ class Report:
     ----------
     lost : list of str
         The peers that were given up.
+
+    Raises
+    ------
+    ConfigError
+        If a file cannot be written.
     """
 
     def __init__(
@@ -49,6 +55,9 @@ class Report:
         self._quiet = json_file == "-"
         self._writer = RecordWriter(json_file) if json_file and not self._quiet else None
         self._path = Path(json_file) if json_file and not self._quiet else None
+        for path in (trace_file, topology_file):
+            if path is not None and not path.parent.is_dir():
+                raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
         self._trace_file = trace_file
         self._topology_file = topology_file
         self._topology = ""

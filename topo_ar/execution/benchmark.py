@@ -179,7 +179,7 @@ class _Bench:
         everyone = self.communicator.gather(msgspec.json.encode(recorded))
         if self.rank == 0:
             per_rank = [msgspec.json.decode(data, type=list[Span]) for data in everyone]
-            origin = min(span.begin for spans in per_rank for span in spans)
+            origin = min((span.begin for spans in per_rank for span in spans), default=0.0)
             for rank, spans in enumerate(per_rank):
                 for span in spans:
                     yield {
