@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from topo_ar.errors import ConfigError
+from topo_ar.errors import ConfigError, PlanError
 from topo_ar.planning.plan import Plan
 
 
@@ -19,7 +19,9 @@ def explain(
     from topo_ar.planning.explain import explain as explain_plan
 
     try:
-        text = path.read_bytes()
+        found = Plan.from_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    print(explain_plan(Plan.from_json(text)))
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    print(explain_plan(found))

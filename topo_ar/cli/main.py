@@ -38,7 +38,7 @@ def _root(
         typer.echo(f"topo-ar {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help(), err=True)
+        typer.echo(context.get_help())
         raise typer.Exit(_USAGE)
 
 

@@ -29,6 +29,7 @@ _SAMPLE_S = 0.04
 _MAX_CALLS = 40
 _BURSTS_PER_NIC = 16
 _CALIBRATION_SAMPLES = 3
+_LARGEST_CALIBRATION = 40_000_000
 # A peer's order has this share of the time for which the job's other ranks wait.
 _PEER_SHARE = 1 / 3
 _LONGEST_PEER_S = 60.0
@@ -326,9 +327,10 @@ def calibration_sizes(sizes: Sequence[int]) -> list[int]:
         return []
     wanted = [s for s in sizes if s]
     grid = [base * 10**power for power in range(3, 8) for base in (2, 6)]
-    grid = [size - size % 64 for size in grid if size <= 40_000_000]
+    grid = [size - size % 64 for size in grid if size <= _LARGEST_CALIBRATION]
     low, high = min(wanted), max(wanted)
     chosen = [s for s in grid if low / 4 <= s <= max(high * 1.5, low) and s not in wanted]
     while len(chosen) < 2:
-        chosen.append(max([low, *chosen]) * 2 + 64)
+        larger, smaller = max([high, *chosen]) * 2 + 64, min([low, *chosen]) // 3
+        chosen.append(larger if larger <= _LARGEST_CALIBRATION else smaller - smaller % 64)
     return chosen
