@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from topo_ar.execution.candidates import Candidate, CandidateLostError, Own, Run, Sample
 from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.flight import Span
 from topo_ar.execution.orders import PeerPlace
 from topo_ar.execution.peer import Peer
-from topo_ar.execution.pipeline import Span
 from topo_ar.planning.calibration import predict_seconds
 from topo_ar.planning.plan import Plan
 from topo_ar.telemetry.metrics import algbw, busbw, slow_link_busbw

@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from topo_ar.errors import ConfigError, ExecutionError, PlanError
 from topo_ar.execution.discover import discover_job
+from topo_ar.execution.flight import Collective, Span
 from topo_ar.execution.gather import Channel, Colocation, agree_on_nonce, find_colocated
 from topo_ar.execution.kernels import Kernel, supported
 from topo_ar.execution.loop import Loop, Ticket
 from topo_ar.execution.measure import measure_levels
 from topo_ar.execution.network import local_address
-from topo_ar.execution.pipeline import Collective, Pipeline, Span
+from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.program import ChunkProgram, compile_program, node_program
 from topo_ar.execution.transports.rendezvous import connect, listen
 from topo_ar.execution.transports.segment import Owned

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from topo_ar.errors import ExecutionError
+from topo_ar.execution.flight import Collective
 from topo_ar.execution.guard import Failure, decode_failure, failure_of
-from topo_ar.execution.pipeline import Collective, Pipeline
+from topo_ar.execution.pipeline import Pipeline
+from topo_ar.execution.waiting import interest, needs, waits_for
 from topo_ar.planning.schedule import Stage
 
 logger = logging.getLogger("topo_ar")
@@ -215,7 +217,7 @@ class Loop:
         remaining = self._last_move + self.timeout_s - time.monotonic()
         if remaining <= 0:
             self._require_patience(-remaining)
-        self._node.sleep_for(self.pipeline.interest())
+        self._node.sleep_for(interest(self.pipeline))
         # What came before the peers could see the mask would wake nobody: look once more.
         if self.pipeline.turn():
             self._last_move = time.monotonic()
@@ -247,8 +249,8 @@ class Loop:
 
     def _require_not_needed(self, rank: int, what: str) -> None:
         # A rank that has finished every open collective may go: what it published stays mapped.
-        if self.pipeline.busy and self.pipeline.needs(rank):
-            stage = self.pipeline.waits_for().stage
+        if self.pipeline.busy and needs(self.pipeline, rank):
+            stage = waits_for(self.pipeline).stage
             raise ExecutionError(what, ranks=(rank,), stage=stage)
 
     def _register_flows(self) -> None:
@@ -272,7 +274,7 @@ class Loop:
 
     def _require_patience(self, overdue_s: float) -> None:
         # Who sees the culprit itself speaks first; those further away would name a fellow victim.
-        wait = self.pipeline.waits_for()
+        wait = waits_for(self.pipeline)
         if overdue_s < wait.distance * max(0.5, _PATIENCE * self.timeout_s):
             return
         who = f"ranks {list(wait.ranks)} {wait.what}" if wait.ranks else "nothing moves"
@@ -283,7 +285,7 @@ class Loop:
     def _fail(self, error: BaseException) -> None:
         stage: str = Stage.FLAT
         if self.pipeline.busy:
-            stage = self.pipeline.waits_for().stage
+            stage = waits_for(self.pipeline).stage
         failure = (
             error.failure
             if isinstance(error, _Reported)

@@ -7,14 +7,14 @@ next one; memory is a few slots per lane, and a lane waits until its slot is fre
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topo_ar.errors import ExecutionError
-from topo_ar.execution.kernels import Array, Kernel
+from topo_ar.execution.flight import Chunk, Collective, Span
+from topo_ar.execution.kernels import Array
 from topo_ar.execution.program import ChunkProgram
 from topo_ar.execution.transports.segment import RESULT_SLOTS, Counter
 from topo_ar.execution.transports.shm import Node
@@ -22,64 +22,6 @@ from topo_ar.execution.transports.tcp import Flow, Kind
 from topo_ar.planning.schedule import Stage
 
 SUM_SLOTS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What one rank did for one chunk; `begin` and `end` are `time.monotonic` seconds."""
-
-    stage: Stage
-    chunk: int
-    what: str
-    begin: float
-    end: float
-
-
-@dataclass(slots=True)
-class Collective:
-    """One all-reduce in flight on this rank."""
-
-    number: int
-    fingerprint: int
-    program: tuple[ChunkProgram, ...]
-    kernel: Kernel
-    buffer: Array
-    divisor: int
-    first: int = 0
-
-    @property
-    def end(self) -> int:
-        """The number of the chunk after this collective's last."""
-        return self.first + len(self.program)
-
-
-@dataclass(slots=True)
-class Chunk:
-    """The state of one chunk on this rank."""
-
-    collective: Collective
-    program: ChunkProgram
-    awaited: int = 0
-    gathering: int = 0
-    unsent: int = 0
-    added: bool = False
-    copied_out: bool = False
-    peers: tuple[int, ...] = ()
-    wire_begin: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """For which `ranks`, in which `stage`, a rank waits, and what they lack.
-
-    `distance` says how indirect the evidence is: 0 a co-located rank that did not come, 1 a rank
-    on another node that may itself be waiting, 2 a co-located rank that may wait for such a one.
-    """
-
-    stage: Stage
-    ranks: tuple[int, ...]
-    what: str
-    distance: int
 
 
 class Pipeline:
@@ -108,7 +50,7 @@ class Pipeline:
         self.spans: list[Span] | None = None
         self._flows = list(flows.values())
         self._frames = 0  # expected from peers or not yet sent to them
-        self._chunks: dict[int, Chunk] = {}
+        self.chunks: dict[int, Chunk] = {}
         self._sums = [np.empty(0, np.uint8)] * SUM_SLOTS
         self._arrivals = {peer: [np.empty(0, np.uint8)] * SUM_SLOTS for peer in flows}
 
@@ -129,7 +71,7 @@ class Pipeline:
                 for peer in chunk.peers:
                     chunk.awaited += 1
                     self._expect(peer)
-            self._chunks[self.end] = chunk
+            self.chunks[self.end] = chunk
             self.end += 1
 
     def _expect_parts(self, chunk: Chunk) -> None:
@@ -179,7 +121,7 @@ class Pipeline:
         index, node = self.next_in, self.node
         if not node.staging_free(index):
             return False
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         if index == chunk.collective.first:
             node.write_fingerprint(chunk.collective.number, chunk.collective.fingerprint)
         if node.peers:
@@ -197,7 +139,7 @@ class Pipeline:
 
     def _reduce(self) -> bool:
         index, node = self.next_reduce, self.node
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         program = chunk.program
         if program.shard_end > program.shard_begin:
             if node.least(Counter.COPIED_IN) <= index or not self._reducible(index, chunk):
@@ -214,7 +156,7 @@ class Pipeline:
     def _reducible(self, index: int, chunk: Chunk) -> bool:
         if not chunk.peers:
             return self._result_free(index)
-        before = self._chunks.get(index - SUM_SLOTS)
+        before = self.chunks.get(index - SUM_SLOTS)
         return before is None or (before.added and before.unsent == 0)
 
     def _check_fingerprints(self, collective: Collective) -> None:
@@ -263,7 +205,7 @@ class Pipeline:
 
     def _add(self) -> bool:
         index = self.next_add
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         if chunk.peers:
             if chunk.awaited or not self._result_free(index):
                 return False
@@ -301,7 +243,7 @@ class Pipeline:
 
     def _publish(self) -> bool:
         index = self.next_publish
-        if self._chunks[index].gathering:
+        if self.chunks[index].gathering:
             return False
         self.next_publish = index + 1
         self.node.advance(Counter.PUBLISHED, self.next_publish)
@@ -309,7 +251,7 @@ class Pipeline:
 
     def _copy_out(self) -> bool:
         index, node = self.next_out, self.node
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         program = chunk.program
         for owner in program.owners:
             if node.value(Counter.PUBLISHED, owner) <= index:
@@ -330,7 +272,7 @@ class Pipeline:
         """Return where a frame's payload belongs, or None until that place is free."""
         if index >= self.end:
             return None
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         program = chunk.program
         if fingerprint != chunk.collective.fingerprint:
             raise ExecutionError(
@@ -358,7 +300,7 @@ class Pipeline:
     def arrived(self, flow: Flow, kind: int, index: int) -> None:
         """Count a complete frame."""
         self._frames -= 1
-        chunk = self._chunks[index]
+        chunk = self.chunks[index]
         if kind == Kind.RESULT:
             chunk.gathering -= 1
             if not chunk.gathering:
@@ -384,10 +326,10 @@ class Pipeline:
 
     def _retire(self, index: int, chunk: Chunk) -> None:
         if chunk.copied_out and chunk.unsent == 0:
-            self._chunks.pop(index, None)
+            self.chunks.pop(index, None)
 
     def _result_free(self, index: int) -> bool:
-        from_before = self._chunks.get(index - RESULT_SLOTS)
+        from_before = self.chunks.get(index - RESULT_SLOTS)
         return (from_before is None or from_before.unsent == 0) and self.node.result_free(index)
 
     def _input(self, chunk: Chunk, begin: int, end: int) -> Array:
@@ -413,56 +355,6 @@ class Pipeline:
     def _span(self, stage: Stage, index: int, what: str, begin: float) -> None:
         if self.spans is not None:
             self.spans.append(Span(stage, index, what, begin, time.monotonic()))
-
-    def interest(self) -> int:
-        """Return which counters would let a lane go on by growing: a mask of ``1 << counter``."""
-        node, counters = self.node, 0
-        if self.next_in < self.end and not node.staging_free(self.next_in):
-            counters |= 1 << Counter.REDUCED
-        if self.next_reduce < self.end and node.least(Counter.COPIED_IN) <= self.next_reduce:
-            counters |= 1 << Counter.COPIED_IN
-        if self.next_out < self.next_publish:
-            counters |= 1 << Counter.PUBLISHED
-        if not node.result_free(max(self.next_add, self.next_publish)) or any(
-            flow.gated for flow in self._flows
-        ):
-            counters |= 1 << Counter.COPIED_OUT
-        return counters
-
-    def waits_for(self) -> "Wait":
-        """Say for whom the oldest unfinished chunk waits."""
-        index = self.next_out
-        chunk = self._chunks.get(index)
-        if chunk is None:
-            peers = tuple(flow.rank for flow in self._flows if flow.wants_out)
-            return Wait(Stage.INTER_EXCHANGE, peers, "do not take the bytes sent to them", 1)
-        ranks = self.node.ranks
-        for counter, text in (
-            (Counter.COPIED_IN, "have not brought their input"),
-            (Counter.REDUCED, "have not reduced their shard"),
-        ):
-            late = self._late(ranks, counter, index)
-            if late:
-                return Wait(Stage.INTRA_REDUCE_SCATTER, late, text, 0)
-        if chunk.awaited or chunk.gathering:
-            stage = Stage.INTER_ALL_GATHER
-            if chunk.awaited:
-                stage = Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE
-            late = tuple(peer for peer in chunk.peers if self.flows[peer].outstanding)
-            return Wait(stage, late, "have not sent their part", 1)
-        late = self._late(ranks, Counter.PUBLISHED, index)
-        return Wait(Stage.INTRA_ALL_GATHER, late, "have not published their shard", 2)
-
-    def _late(self, ranks: Sequence[int], counter: int, index: int) -> tuple[int, ...]:
-        return tuple(
-            rank
-            for local, rank in enumerate(ranks)
-            if rank != self.rank and self.node.value(counter, local) <= index
-        )
-
-    def needs(self, rank: int) -> bool:
-        """Tell whether an unfinished collective still depends on co-located `rank`."""
-        return self.node.value(Counter.COPIED_OUT, self.node.ranks.index(rank)) < self.end
 
 
 def _grown(slots: list[NDArray[np.uint8]], at: int, nbytes: int) -> NDArray[np.uint8]:

@@ -1,0 +1,51 @@
+"""What is in flight on a rank: collectives, their chunks, and what was done for them."""
+
+from dataclasses import dataclass
+
+from topo_ar.execution.kernels import Array, Kernel
+from topo_ar.execution.program import ChunkProgram
+from topo_ar.planning.schedule import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one rank did for one chunk; `begin` and `end` are `time.monotonic` seconds."""
+
+    stage: Stage
+    chunk: int
+    what: str
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class Collective:
+    """One all-reduce in flight on this rank."""
+
+    number: int
+    fingerprint: int
+    program: tuple[ChunkProgram, ...]
+    kernel: Kernel
+    buffer: Array
+    divisor: int
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        """The number of the chunk after this collective's last."""
+        return self.first + len(self.program)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The state of one chunk on this rank."""
+
+    collective: Collective
+    program: ChunkProgram
+    awaited: int = 0
+    gathering: int = 0
+    unsent: int = 0
+    added: bool = False
+    copied_out: bool = False
+    peers: tuple[int, ...] = ()
+    wire_begin: float = 0.0

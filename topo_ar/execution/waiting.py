@@ -1,0 +1,79 @@
+"""Whom a rank waits for: what would wake it, whom to name when nothing comes, who may leave."""
+
+from dataclasses import dataclass
+
+from topo_ar.execution.pipeline import Pipeline
+from topo_ar.execution.transports.segment import Counter
+from topo_ar.planning.schedule import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """For which `ranks`, in which `stage`, a rank waits, and what they lack.
+
+    `distance` says how indirect the evidence is: 0 a co-located rank that did not come, 1 a rank
+    on another node that may itself be waiting, 2 a co-located rank that may wait for such a one.
+    """
+
+    stage: Stage
+    ranks: tuple[int, ...]
+    what: str
+    distance: int
+
+
+def interest(pipeline: Pipeline) -> int:
+    """Return which counters would let a lane go on by growing: a mask of ``1 << counter``."""
+    node, counters = pipeline.node, 0
+    if pipeline.next_in < pipeline.end and not node.staging_free(pipeline.next_in):
+        counters |= 1 << Counter.REDUCED
+    if (
+        pipeline.next_reduce < pipeline.end
+        and node.least(Counter.COPIED_IN) <= pipeline.next_reduce
+    ):
+        counters |= 1 << Counter.COPIED_IN
+    if pipeline.next_out < pipeline.next_publish:
+        counters |= 1 << Counter.PUBLISHED
+    if not node.result_free(max(pipeline.next_add, pipeline.next_publish)) or any(
+        flow.gated for flow in pipeline.flows.values()
+    ):
+        counters |= 1 << Counter.COPIED_OUT
+    return counters
+
+
+def waits_for(pipeline: Pipeline) -> Wait:
+    """Say for whom the oldest unfinished chunk waits."""
+    index = pipeline.next_out
+    chunk = pipeline.chunks.get(index)
+    if chunk is None:
+        peers = tuple(flow.rank for flow in pipeline.flows.values() if flow.wants_out)
+        return Wait(Stage.INTER_EXCHANGE, peers, "do not take the bytes sent to them", 1)
+    for counter, text in (
+        (Counter.COPIED_IN, "have not brought their input"),
+        (Counter.REDUCED, "have not reduced their shard"),
+    ):
+        late = _late(pipeline, counter, index)
+        if late:
+            return Wait(Stage.INTRA_REDUCE_SCATTER, late, text, 0)
+    if chunk.awaited or chunk.gathering:
+        stage = Stage.INTER_ALL_GATHER
+        if chunk.awaited:
+            stage = Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE
+        late = tuple(peer for peer in chunk.peers if pipeline.flows[peer].outstanding)
+        return Wait(stage, late, "have not sent their part", 1)
+    late = _late(pipeline, Counter.PUBLISHED, index)
+    return Wait(Stage.INTRA_ALL_GATHER, late, "have not published their shard", 2)
+
+
+def needs(pipeline: Pipeline, rank: int) -> bool:
+    """Tell whether an unfinished collective still depends on co-located `rank`."""
+    node = pipeline.node
+    return node.value(Counter.COPIED_OUT, node.ranks.index(rank)) < pipeline.end
+
+
+def _late(pipeline: Pipeline, counter: int, index: int) -> tuple[int, ...]:
+    node = pipeline.node
+    return tuple(
+        rank
+        for local, rank in enumerate(node.ranks)
+        if rank != pipeline.rank and node.value(counter, local) <= index
+    )
