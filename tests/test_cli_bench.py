@@ -241,13 +241,15 @@ def test_help_says_what_busbw_is():
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_rows_are_whole_and_nothing_is_left_when_it_is_ended(tmp_path, number):
     skip_without_hosts()
     token = f"topo-ar-test-{uuid.uuid4().hex}"
     path = tmp_path / "out.jsonl"
     with subprocess.Popen(
-        [*BENCH, "--emulate", "2x1", "-s", "4K,64K,100MB", "-n", "20", "--json", str(path)],
+        [*BENCH, "--emulate", "2x1", "-s", "4K,64K", "-n", "20", "--json", str(path)],
         env={**os.environ, "EMULATION_TEST": token},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -255,7 +257,7 @@ def test_rows_are_whole_and_nothing_is_left_when_it_is_ended(tmp_path, number):
     ) as job:
         limit = time.monotonic() + 30
         while time.monotonic() < limit and (
-            not path.exists() or path.read_bytes().count(b"\n") < 4
+            not path.exists() or path.read_bytes().count(b"\n") < 2
         ):
             time.sleep(0.02)
         job.send_signal(number)
@@ -265,13 +267,13 @@ def test_rows_are_whole_and_nothing_is_left_when_it_is_ended(tmp_path, number):
         assert "Traceback" not in said
     assert path.read_text().endswith("\n")
     rows = [strict(line) for line in path.read_text().splitlines()]
-    assert [row["nbytes"] for row in rows] == [4096, 4096, 65536, 65536]
+    assert [row["nbytes"] for row in rows] == [4096, 4096]
     assert wait_until_gone(token) == []
 
 
 def test_two_ranks_of_torchrun():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    rest = ["--standalone", "-m", "topo_ar", "bench", "-s", "1M", "-n", "3", "--json", "-"]
+    rest = ["--standalone", "-m", "topo_ar", "bench", "-s", "64K", "-n", "2", "--json", "-"]
     done = subprocess.run([*torchrun, *rest], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     rows = [strict(line) for line in done.stdout.splitlines()]
