@@ -54,7 +54,11 @@ def bench(
     plan: Annotated[str, typer.Option("--plan", help="auto, flat or hierarchical.")] = "auto",
     against: Annotated[
         str,
-        typer.Option("--against", help="Peers: gloo, openmpi, openmpi-han, separated by commas."),
+        typer.Option(
+            "--against",
+            help="Peers beside gloo, separated by commas: openmpi, openmpi-han (need --emulate, "
+            "Open MPI 4 and the extra mpi).",
+        ),
     ] = "gloo",
     emulate: Annotated[
         str | None,

@@ -18,6 +18,7 @@ OPENMPI = {"openmpi": {}, "openmpi-han": {"coll_han_priority": "100"}}
 _DTYPES = ("float64", "float32", "int64", "int32")
 _FIRST_PORT = 29480
 _TOLD_LINES = 8
+_PATIENCE_SECONDS = 5.0
 
 
 def require_peers(names: Sequence[str], dtype: str, emulated: bool) -> str | None:
@@ -68,13 +69,17 @@ class Peers:
         from topo_ar.emulation.openmpi import start_mpi
         from topo_ar.execution.orders import PEER_ENV
 
-        for place in self.places:
-            self._jobs[place.name] = start_mpi(
-                self._cluster,
-                [sys.executable, "-m", "topo_ar.cli.bench_mpi_worker"],
-                env={PEER_ENV: msgspec.json.encode(place).decode()},
-                parameters=OPENMPI[place.name],
-            )
+        try:
+            for place in self.places:
+                self._jobs[place.name] = start_mpi(
+                    self._cluster,
+                    [sys.executable, "-m", "topo_ar.cli.bench_mpi_worker"],
+                    env={PEER_ENV: msgspec.json.encode(place).decode()},
+                    parameters=OPENMPI[place.name],
+                )
+        except BaseException:
+            self._stop(0.0)
+            raise
         return self
 
     def __exit__(
@@ -83,8 +88,11 @@ class Peers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._stop(_PATIENCE_SECONDS if kind is None else 0.0)
+
+    def _stop(self, patience_s: float) -> None:
         for job in self._jobs.values():
-            job.stop() if kind is None else job.stop(0.0)
+            job.stop(patience_s)
 
     def last_words(self, name: str) -> list[str]:
         """Return what a peer's job wrote first, for the person who wonders why it is gone."""

@@ -23,7 +23,6 @@ from topo_ar.emulation.namespaces import find_tool
 from topo_ar.errors import ConfigError
 
 _INSTALL = "install Open MPI 4.1 (Debian, Ubuntu: openmpi-bin) and `pip install 'topo-ar[mpi]'`"
-_PATIENCE_SECONDS = 5.0
 _STOP_SECONDS = 2.0
 # The creator may be gone before the leash is on: mpirun then has another parent.
 _LEASH = 'exec setpriv --pdeathsig KILL sh -c \'[ "$PPID" = "$0" ] && exec "$@"\' "$@"\n'
@@ -70,7 +69,7 @@ class MpiJob:
         """The pid of mpirun, as this machine counts; it leads a process group."""
         return self._process.pid
 
-    def stop(self, patience_s: float = _PATIENCE_SECONDS) -> int:
+    def stop(self, patience_s: float) -> int:
         """Give the job `patience_s` seconds to end by itself, then end it; return its exit code."""
         for number, seconds in (
             (None, patience_s),

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 PEER_ENV = "TOPO_AR_BENCH_PEER"
-CONNECT_SECONDS = 30.0
+# The benchmark's ranks may need this long to start, on a machine that is starting both jobs.
+CONNECT_SECONDS = 120.0
 _RETRY_SECONDS = 0.05
 
 

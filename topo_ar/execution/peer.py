@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from topo_ar.execution.candidates import CandidateLostError, Run, Sample
-from topo_ar.execution.orders import CONNECT_SECONDS, Answer, Hello, Order, PeerPlace, send
+from topo_ar.execution.orders import Answer, Hello, Order, PeerPlace, send
 
 # A rank ends itself at the deadline of an order; that it did is seen a little later.
 _GRACE = 1.5
+_COME_SECONDS = 30.0
 _PIECE_NBYTES = 4096
 
 
@@ -113,7 +114,7 @@ class _Ranks:
         It holds the slowest rank's seconds, the mean of CPU seconds, and the sum of wrong elements.
         """
         if not self._connections:
-            self._accept(min(seconds, CONNECT_SECONDS))
+            self._accept(min(seconds, _COME_SECONDS))
         for rank, connection in self._connections.items():
             with _amiss(f"rank {rank} ended"):
                 send(connection, order)
