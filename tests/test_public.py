@@ -79,7 +79,7 @@ def test_torchs_private_names_are_there(ranks) -> None:
 
 
 def _private_names(rank: int, world_size: int) -> tuple[int, bool, bool]:
-    from topo_ar.integrations import torch_private
+    from topo_ar.execution import torch_private
 
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     assert isinstance(torch_private.GradBucket, type)

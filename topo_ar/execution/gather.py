@@ -3,21 +3,50 @@
 Everything travels as bytes through an all-gather on a private gloo group; nothing is pickled.
 """
 
+import hashlib
 import os
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import timedelta
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from topo_ar.errors import ExecutionError
+from topo_ar.errors import ConfigError, ExecutionError
+from topo_ar.execution.network import local_address
+from topo_ar.execution.torch_private import gloo_group
 from topo_ar.execution.transports.rendezvous import NONCE_NBYTES
 from topo_ar.execution.transports.segment import Card, Owned, Peer, open_peer
 
 
+class _Names:
+    """Names for groups: equal on all ranks of a group, and never used twice in a store.
+
+    Torch's own names for groups of a part of the ranks depend on how many groups a rank is in.
+    """
+
+    def __init__(self) -> None:
+        self._world: object = None
+        self._made: Counter[tuple[int, ...]] = Counter()
+
+    def next(self, ranks: tuple[int, ...]) -> str:
+        if self._world is not dist.group.WORLD:  # a new job, in which other ranks may be new
+            self._world = dist.group.WORLD
+            self._made.clear()
+        self._made[ranks] += 1
+        digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        return f"topo_ar/{digest}/{self._made[ranks]}"
+
+
+_names = _Names()
+
+
 class Channel:
     """A private gloo group for set-up and for the plain path.
+
+    Making one is collective over the ranks of `group` alone. It works until it is closed, even
+    where torch's own groups are destroyed before.
 
     Parameters
     ----------
@@ -25,40 +54,95 @@ class Channel:
         The group whose ranks take part; None for the default group.
     timeout_s : float
         Deadline of each operation on the channel.
+
+    Attributes
+    ----------
+    rank, world_size : int
+        In the numbering of `group`.
+    ranks : tuple of int
+        Global ranks.
+    address : str
+        Where this rank's flows are reached.
+
+    Raises
+    ------
+    ConfigError
+        If this rank is not in `group`, or ``GLOO_SOCKET_IFNAME`` is not usable.
+    ExecutionError
+        If the ranks do not meet.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None", timeout_s: float) -> None:
-        ranks = self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.group = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=timeout_s),
-            backend="gloo",
-            # Torch then names groups by their ranks and the number of groups alive: one made after
-            # another was destroyed can find that one's addresses in the store.
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-        )
-        self.rank = dist.get_rank(self.group)
-        self.world_size = len(ranks)
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ConfigError(
+                f"rank {dist.get_rank()} is not in the group; make communicators on the group's "
+                "own ranks only"
+            )
+        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.world_size = len(self.ranks)
+        name = _names.next(self.ranks)
+        self.address = local_address(self.rank)
+        try:
+            self._group = gloo_group(name, self.rank, self.world_size, timeout_s)
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"rank {self.rank} did not meet the other {self.world_size - 1} ranks: {error}"
+            ) from None
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank, in rank order."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
-        longest = max(1, max(int(size) for size in sizes))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
-            : len(data)
-        ]
-        gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(gathered, padded, group=self.group)
-        return [
-            part[: int(size)].numpy().tobytes() for part, size in zip(gathered, sizes, strict=True)
-        ]
+        """Return the bytes of every rank, in rank order.
+
+        Raises
+        ------
+        ExecutionError
+            If a rank is gone or late.
+        """
+        size = torch.tensor([len(data)], device="cpu")
+        sizes = [int(each) for each in self._gather_equal(size)]
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = self._gather_equal(padded)
+        return [part[:size].numpy().tobytes() for part, size in zip(gathered, sizes, strict=True)]
+
+    def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        try:
+            self._group.allgather([gathered], [tensor]).wait()
+        except RuntimeError as error:
+            raise ExecutionError(f"rank {self.rank} cannot reach all others: {error}") from None
+        return gathered
+
+    def all_reduce(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
+        """Reduce `tensor` in place over all ranks, by gloo.
+
+        Raises
+        ------
+        RuntimeError
+            If a rank is gone or late, or gloo does not know `op` for the dtype.
+        """
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        self._group.allreduce([tensor], options).wait()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._group.barrier().wait()
+
+    def send(self, tensor: torch.Tensor, to: int) -> "dist.Work":
+        """Start to send `tensor` to a rank."""
+        return self._group.send([tensor], to, 0)
+
+    def receive(self, tensor: torch.Tensor, sender: int) -> "dist.Work":
+        """Start to receive `tensor` from a rank."""
+        return self._group.recv([tensor], sender, 0)
 
     def close(self) -> None:
-        """Destroy the group where torch still knows it."""
-        if dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        """Let the group go, with its threads and sockets."""
+        del self._group
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +172,15 @@ def find_colocated(channel: Channel, owned: Owned) -> Colocation:
         if rank != channel.rank
         and (peer := open_peer(rank, card, owned.segment.slot_nbytes)) is not None
     }
+    try:
+        return Colocation(_agreed(channel, peers), peers)
+    except BaseException:
+        for peer in peers.values():
+            peer.close()
+        raise
+
+
+def _agreed(channel: Channel, peers: Collection[int]) -> tuple[tuple[int, ...], ...]:
     seen = msgspec.json.encode(sorted([channel.rank, *peers]))
     views = [tuple(msgspec.json.decode(data, type=list[int])) for data in channel.all_gather(seen)]
     for rank, view in enumerate(views):
@@ -99,7 +192,7 @@ def find_colocated(channel: Channel, owned: Owned) -> Colocation:
                     "namespace",
                     ranks=(rank, other),
                 )
-    return Colocation(tuple(sorted(set(views))), peers)
+    return tuple(sorted(set(views)))
 
 
 def agree_on_nonce(channel: Channel) -> bytes:

@@ -6,6 +6,8 @@ from topo_ar.errors import ExecutionError
 from topo_ar.execution.transports.segment import FAILURE_NBYTES
 from topo_ar.execution.transports.tcp import Aborted
 
+_MOST_NAMED = 64
+
 
 class Failure(msgspec.Struct, frozen=True):
     """The cause of a failed job, passed between ranks as JSON.
@@ -22,11 +24,13 @@ class Failure(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return the report as JSON of at most `FAILURE_NBYTES` bytes."""
-        text = self.text
-        while len(data := msgspec.json.encode(msgspec.structs.replace(self, text=text))) > (
-            FAILURE_NBYTES
-        ):
-            text = text[: len(text) // 2]
+        report = self
+        while len(data := msgspec.json.encode(report)) > FAILURE_NBYTES:
+            report = msgspec.structs.replace(
+                report,
+                text=report.text[: len(report.text) // 2],
+                ranks=report.ranks[:_MOST_NAMED],
+            )
         return data
 
     def error(self, rank: int) -> ExecutionError:

@@ -13,14 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from topo_ar.errors import ExecutionError
 from topo_ar.execution.flight import Collective
 from topo_ar.execution.guard import Failure, decode_failure, failure_of
 from topo_ar.execution.pipeline import Pipeline
+from topo_ar.execution.ticket import Ticket
+from topo_ar.execution.transports.tcp import abort_all
 from topo_ar.execution.waiting import interest, needs, waits_for
 from topo_ar.planning.schedule import Stage
 
@@ -30,21 +31,10 @@ YIELDS_BEFORE_BLOCKING = 5
 # A wake-up can be missed when two ranks finish a stage within one store buffer; it costs this much.
 _RECHECK_S = 0.02
 _PATIENCE = 0.05
-
-
-@dataclass(slots=True)
-class Ticket:
-    """One call of all_reduce: its future, and what is to be done for it.
-
-    `work` is a `Collective` for the pipeline, or a function that reduces by the plain path;
-    `on_done` runs before anyone who waits for the future learns of it.
-    """
-
-    number: int
-    tensor: torch.Tensor
-    future: "torch.futures.Future[torch.Tensor]"
-    work: Collective | Callable[[], None]
-    on_done: Callable[[], None] | None = None
+# News of a dead rank comes within milliseconds of gloo's error, if it comes.
+_NEWS_S = 1.0
+# What a thread that gives up needs to tell its peers.
+_FAREWELL_S = 1.5
 
 
 class Loop:
@@ -56,9 +46,11 @@ class Loop:
         The chunk pipeline of this rank.
     timeout_s : float
         How long nothing may move while a ticket is open.
+    release : callable
+        Called once, by the thread as its last act: nothing of the pipeline is used any more.
     """
 
-    def __init__(self, pipeline: Pipeline, timeout_s: float) -> None:
+    def __init__(self, pipeline: Pipeline, timeout_s: float, release: Callable[[], object]) -> None:
         self.pipeline = pipeline
         self.timeout_s = timeout_s
         self.error: ExecutionError | None = None
@@ -66,8 +58,11 @@ class Loop:
         self._flows = list(pipeline.flows.values())
         self._incoming: deque[Ticket] = deque()
         self._open: dict[int, Ticket] = {}
-        self._lock = threading.Lock()
+        self._release = release
+        # Reentrant: the garbage collector may `abandon` a loop anywhere.
+        self._lock = threading.RLock()
         self._closing = False
+        self._give_up_at = float("inf")
         self._last_move = time.monotonic()
         self._epoll = select.epoll()
         self._interest: dict[int, int] = {}
@@ -85,6 +80,7 @@ class Loop:
         self._idle = select.epoll()
         self._idle.register(self._doorbell, select.EPOLLIN)
         self._driving = threading.Lock()
+        self._driver = 0
         self._thread = threading.Thread(target=self._run, name="topo_ar", daemon=True)
         self._thread.start()
 
@@ -110,36 +106,43 @@ class Loop:
         is raised.
         """
         try:
-            self._serve(lambda: ticket.future.done())
-        except BaseException as error:
-            self._fail(error)
-            self._ring()
-            if not isinstance(error, Exception):
-                raise
+            self._serve_or_fail(ticket.future.done)
         finally:
+            # What is still to be sent, or was queued meanwhile, is the thread's.
+            if self.pipeline.busy or self._incoming or self._closing:
+                self._ring()
             self._driving.release()
-        if self.pipeline.busy or self._incoming:
-            self._ring()  # what is still to be sent, or was queued meanwhile, is the thread's
+
+    def drives_here(self) -> bool:
+        """Tell whether the calling thread is at work in this loop, so that it must not wait."""
+        return self._driver == threading.get_ident()
 
     def _accept(self, ticket: Ticket) -> bool:
         with self._lock:
             if self.error is None and not self._closing:
                 self._incoming.append(ticket)
                 return True
-        error = self.error or ExecutionError("the communicator is closed")
-        ticket.future.set_exception(error)  # type: ignore[arg-type]
+        ticket.fail(self.error or ExecutionError("the communicator is closed"))
         return False
 
     def close(self, timeout_s: float) -> None:
-        """Finish open tickets, tell the node that this rank leaves, and end the thread."""
-        with self._lock:
-            self._closing = True
+        """Finish open tickets, fail what is not done in time, and end the thread."""
+        self._give_up_at = time.monotonic() + timeout_s
+        self.abandon()
+        if not self.drives_here():  # else a callback closes; the thread ends after it
+            self._thread.join(timeout_s + _FAREWELL_S)
+
+    def abandon(self) -> None:
+        """Let the thread end when open tickets are done; does not wait for it."""
+        self._closing = True
         self._ring()
-        self._thread.join(timeout_s)
-        if not self.alive:
-            self._epoll.close()
-            self._idle.close()
-            os.close(self._doorbell)
+
+    def disown(self) -> None:
+        """Refuse every ticket: this process is a fork, in which the thread does not run."""
+        self.error = ExecutionError("a forked process cannot use the communicator of its parent")
+        self._lock = threading.RLock()
+        self._driving = threading.Lock()
+        self._doorbell = -1
 
     @property
     def alive(self) -> bool:
@@ -147,23 +150,51 @@ class Loop:
         return self._thread.is_alive()
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # rung already
-            os.eventfd_write(self._doorbell, 1)
+        with self._lock, contextlib.suppress(BlockingIOError):  # rung already
+            if self._doorbell >= 0:
+                os.eventfd_write(self._doorbell, 1)
 
     def _run(self) -> None:
         try:
-            while not self._closing or self._incoming:
+            while not self._closing:
                 self._idle.poll()
-                with self._driving:
-                    if self.error is not None:
-                        return
-                    self._hush()
-                    self._serve(lambda: False)
+                self._take_turns()
+            self._take_turns()  # what was accepted before
+        finally:
+            with self._driving:
+                self._leave()
+
+    def _take_turns(self) -> None:
+        with self._driving:
+            self._hush()
+            self._serve_or_fail(lambda: False)
+
+    def _serve_or_fail(self, enough: Callable[[], bool]) -> None:
+        if self.error is not None:
+            return
+        self._driver = threading.get_ident()
+        try:
+            # An inf or nan in a gradient is the training's business, also under -W error.
+            with np.errstate(all="ignore"):
+                self._serve(enough)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._driver = 0
+
+    def _leave(self) -> None:
+        if self.error is None:
             left = Failure("it closed its communicator", (self.pipeline.rank,), "", -1, left=True)
             self._node.owned.segment.write_failure(left.encode())
             self._node.wake_everyone()
-        except BaseException as error:
-            self._fail(error)
+        with self._lock:
+            doorbell, self._doorbell = self._doorbell, -1
+        self._epoll.close()
+        self._idle.close()
+        os.close(doorbell)
+        self._release()
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -201,22 +232,34 @@ class Loop:
             else:
                 self._open[ticket.number] = ticket
                 self._incoming.popleft()
-                ticket.work()
+                self._reduce_plainly(ticket.work)
                 self._complete(ticket.number)
 
     def _finished(self, collective: Collective) -> None:
         self._complete(collective.number)
 
     def _complete(self, number: int) -> None:
-        ticket = self._open.pop(number)
-        if ticket.on_done is not None:
-            ticket.on_done()
-        ticket.future.set_result(ticket.tensor)
+        self._open.pop(number).complete()
+
+    def _reduce_plainly(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except RuntimeError as error:
+            # Gloo knows an address at best; who sees the culprit tells the others.
+            end = time.monotonic() + _NEWS_S
+            while time.monotonic() < end:
+                for flow in self._flows:
+                    flow.receive(self.pipeline)
+                self._block(_RECHECK_S)
+            raise ExecutionError(f"gloo: {error}", stage=Stage.FLAT) from error
 
     def _wait(self) -> None:
-        remaining = self._last_move + self.timeout_s - time.monotonic()
-        if remaining <= 0:
-            self._require_patience(-remaining)
+        now = time.monotonic()
+        if now >= self._give_up_at:
+            self._give_up("the communicator was closed")
+        overdue_s = now - self._last_move - self.timeout_s
+        if overdue_s >= 0 and self._patience_ends(overdue_s):
+            self._give_up(f"nothing moved for {self.timeout_s:g} s")
         self._node.sleep_for(interest(self.pipeline))
         # What came before the peers could see the mask would wake nobody: look once more.
         if self.pipeline.turn():
@@ -249,9 +292,12 @@ class Loop:
 
     def _require_not_needed(self, rank: int, what: str) -> None:
         # A rank that has finished every open collective may go: what it published stays mapped.
-        if self.pipeline.busy and needs(self.pipeline, rank):
-            stage = waits_for(self.pipeline).stage
-            raise ExecutionError(what, ranks=(rank,), stage=stage)
+        if self.pipeline.busy:
+            if needs(self.pipeline, rank):
+                stage = waits_for(self.pipeline).stage
+                raise ExecutionError(what, ranks=(rank,), stage=stage)
+        elif self._open:  # gloo needs every rank to the end
+            raise ExecutionError(what, ranks=(rank,), stage=Stage.FLAT)
 
     def _register_flows(self) -> None:
         for flow in self._flows:
@@ -272,15 +318,15 @@ class Loop:
                 self._epoll.unregister(fd)
             self._interest[fd] = wanted
 
-    def _require_patience(self, overdue_s: float) -> None:
+    def _patience_ends(self, overdue_s: float) -> bool:
         # Who sees the culprit itself speaks first; those further away would name a fellow victim.
+        distance = waits_for(self.pipeline).distance
+        return overdue_s >= distance * max(0.5, _PATIENCE * self.timeout_s)
+
+    def _give_up(self, why: str) -> None:
         wait = waits_for(self.pipeline)
-        if overdue_s < wait.distance * max(0.5, _PATIENCE * self.timeout_s):
-            return
         who = f"ranks {list(wait.ranks)} {wait.what}" if wait.ranks else "nothing moves"
-        raise ExecutionError(
-            f"nothing moved for {self.timeout_s:g} s: {who}", ranks=wait.ranks, stage=wait.stage
-        )
+        raise ExecutionError(f"{why}: {who}", ranks=wait.ranks, stage=wait.stage)
 
     def _fail(self, error: BaseException) -> None:
         stage: str = Stage.FLAT
@@ -299,13 +345,13 @@ class Loop:
             tickets = [*self._open.values(), *self._incoming]
             self._open.clear()
             self._incoming.clear()
+        # The peers first: who learns of it here may end the process.
         data = failure.encode()
         self._node.owned.segment.write_failure(data)
         self._node.wake_everyone()
-        for flow in self._flows:
-            flow.abort(data.decode())
+        abort_all(self._flows, data.decode())
         for ticket in tickets:
-            ticket.future.set_exception(final)  # type: ignore[arg-type]
+            ticket.fail(final)
 
 
 class _Reported(ExecutionError):  # noqa: N818 - carries a peer's report to `_fail`

@@ -8,7 +8,6 @@ from statistics import median
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from topo_ar.execution.gather import Channel
 from topo_ar.topology.levels import levels
@@ -79,21 +78,20 @@ def _between_nodes(channel: Channel, nodes: Sequence[tuple[int, ...]]) -> Sample
     samples: Samples = []
     at = next(i for i, node in enumerate(nodes) if channel.rank in node)
     for nbytes in (*_SMALL_NBYTES, *_LARGE_NBYTES):
-        buffers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
+        buffers = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
         best = float("inf")
         for _ in range(_REPEATS):
-            dist.barrier(group=channel.group)
+            channel.barrier()
             begin = time.perf_counter()
             works = []
             if channel.rank == nodes[at][0]:
                 onward = nodes[(at + 1) % len(nodes)][-1]
-                works.append(dist.isend(buffers[0], group=channel.group, group_dst=onward))
+                works.append(channel.send(buffers[0], onward))
             if channel.rank == nodes[at][-1]:
                 back = nodes[at - 1][0]
-                works.append(dist.irecv(buffers[1], group=channel.group, group_src=back))
+                works.append(channel.receive(buffers[1], back))
             for work in works:
-                if work is not None:
-                    work.wait()
+                work.wait()
             if works:
                 best = min(best, time.perf_counter() - begin)
         samples.append((nbytes, best if best < float("inf") else 0.0))
@@ -104,9 +102,9 @@ def _inside(channel: Channel, num_local: int, all_reduce: NodeAllReduce) -> Samp
     """Time the engine's own all-reduce inside every node; bytes are those through one port."""
     samples: Samples = []
     for nbytes in _NODE_NBYTES:
-        tensor = torch.zeros(nbytes // 4)
+        tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device="cpu")
         all_reduce(tensor)
-        dist.barrier(group=channel.group)
+        channel.barrier()
         times = []
         for _ in range(_NODE_CALLS):
             begin = time.perf_counter()

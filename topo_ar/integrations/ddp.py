@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topo_ar.errors import ConfigError, ExecutionError
 from topo_ar.execution.communicator import DEFAULT_TIMEOUT_S, Communicator
-from topo_ar.integrations.torch_private import (
+from topo_ar.execution.torch_private import (
     GradBucket,
+    hooks_each_parameter,
     is_static_graph,
     registered_hooks,
     skips_unused,
@@ -26,6 +27,11 @@ from topo_ar.planning.plan import Plan
 from topo_ar.topology.model import Topology
 
 logger = logging.getLogger("topo_ar")
+
+_EACH_PARAMETER = (
+    "torch._dynamo.config.optimize_ddp='python_reducer' hands hooks single gradients, not buckets; "
+    "build the DistributedDataParallel under another setting, such as True"
+)
 
 
 class DDPHook:
@@ -50,9 +56,11 @@ class DDPHook:
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average the bucket's gradients over all ranks.
 
-        Never raises and never returns None: an error is kept in `error` and fails the future, so
-        that torch's reducer finishes its step and reports the text.
+        Never raises into torch's reducer and never returns None: an error is kept in `error` and
+        fails the future, so that the reducer finishes its step and reports the text.
         """
+        if isinstance(bucket, tuple):  # no reducer that would wait, and nobody reads the future
+            raise ConfigError(_EACH_PARAMETER)
         try:
             if self.communicator is None:
                 raise ExecutionError(
@@ -151,6 +159,8 @@ def attach(
             "skip_all_reduce_unused_params=True makes ranks call the hook for different buckets; "
             "build the DistributedDataParallel without it"
         )
+    if hooks_each_parameter(ddp):
+        raise ConfigError(_EACH_PARAMETER)
     if is_static_graph(ddp):
         logger.warning("static_graph=True: torch fails in no_sync() then, with or without a hook")
     communicator = Communicator(

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from topo_ar.integrations.torch_private import GradBucket
+from topo_ar.execution.torch_private import GradBucket
 
 SCHEMA_VERSION = 1
 

@@ -118,12 +118,6 @@ class Node:
             if peer.segment.words[Counter.FAILED]
         ]
 
-    def close(self) -> None:
-        """Release every mapping and descriptor."""
-        for peer in self.peers:
-            peer.close()
-        self.owned.close()
-
 
 def _ring(peer: Peer) -> None:
     with contextlib.suppress(OSError):  # a full pipe wakes as well; a dead peer is seen by pidfd

@@ -7,7 +7,7 @@ so that neighbouring chunks overlap.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
@@ -55,10 +55,10 @@ class StageGroups:
         """Destroy the groups where torch still knows them."""
         if not dist.is_initialized():
             return
-        if self.equal:
-            dist.destroy_process_group(self.intra)
-            dist.destroy_process_group(self.inter)
-        dist.destroy_process_group(self.everyone)
+        groups = [self.intra, self.inter] if self.equal else []
+        for group in [*groups, self.everyone]:
+            with suppress(ValueError):  # the default group went, and all others with it
+                dist.destroy_process_group(group)
 
 
 class InlineStages:
@@ -111,7 +111,7 @@ class InlineStages:
             if chunk_nbytes is None:
                 dist.all_reduce(tensor, op=op, group=self.groups.everyone)
             else:
-                flat = tensor.view(-1)
+                flat = tensor.detach().view(-1)
                 early = op == dist.ReduceOp.AVG and tensor.itemsize == 2
                 if early:
                     flat.div_(world)

@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Final, Protocol
 
@@ -215,11 +215,10 @@ class Flow:
             ranks=(self.rank,),
         )
 
-    def abort(self, text: str, deadline_s: float = 1.0) -> None:
-        """Tell the peer why the job fails, as far as `deadline_s` allows, and send no more.
+    def queue_abort(self, text: str) -> None:
+        """Drop what has not been begun and queue the reason why the job fails.
 
-        A frame that is half sent is completed first, for the stream to stay readable. The socket
-        stays open: closing it with unread bytes would reset it and lose the text.
+        A frame that is half sent is completed first, for the stream to stay readable.
         """
         if self._sent_of_head == 0:
             self._queue.clear()
@@ -227,14 +226,6 @@ class Flow:
             self._queue.pop()
         payload = memoryview(text.encode()[:_TEXT_LIMIT_NBYTES])
         self.send(Kind.ABORT, 0, 0, payload, lambda: None)
-        end = time.monotonic() + deadline_s
-        try:
-            while self.wants_out and time.monotonic() < end:
-                if not self.flush():
-                    time.sleep(0.001)
-            self.sock.shutdown(socket.SHUT_WR)
-        except (PeerGone, OSError):
-            return
 
     def close(self) -> None:
         """Close the socket; what the kernel has taken is still delivered."""
@@ -243,6 +234,31 @@ class Flow:
 
 class Aborted(ExecutionError):  # noqa: N818 - an event, not an error of this rank
     """A peer reported the failure that ends the job; the text is the peer's."""
+
+
+def abort_all(flows: Iterable[Flow], text: str, deadline_s: float = 1.0) -> None:
+    """Tell the peers why the job fails, as far as `deadline_s` allows, and send no more.
+
+    The sockets stay open: closing one with unread bytes would reset it and lose the text.
+    """
+    end = time.monotonic() + deadline_s
+    flows = list(flows)
+    for flow in flows:
+        flow.queue_abort(text)
+    stuck = [flow for flow in flows if not _flushed(flow)]
+    while stuck and time.monotonic() < end:
+        time.sleep(0.001)
+        stuck = [flow for flow in stuck if not _flushed(flow)]
+    for flow in flows:
+        with contextlib.suppress(OSError):  # the peer was faster
+            flow.sock.shutdown(socket.SHUT_WR)
+
+
+def _flushed(flow: Flow) -> bool:
+    with contextlib.suppress(PeerGone):
+        flow.flush()
+        return not flow.wants_out
+    return True
 
 
 def _prefer_cubic(sock: socket.socket) -> str:

@@ -1,0 +1,62 @@
+"""Which tensors and operations can be all-reduced: refused before anything is sent, or never."""
+
+import torch
+import torch.distributed as dist
+
+_PLAIN_DTYPES = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+_OF_BITS = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+
+
+def check(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
+    """Refuse what would fail on the way and so end the communicator for all ranks.
+
+    Raises
+    ------
+    ValueError
+        If `tensor` cannot be reduced by `op`; names the remedy.
+    """
+    sparse = tensor.layout is torch.sparse_coo
+    if tensor.layout is not torch.strided and not sparse:
+        raise ValueError(f"all_reduce does not take {tensor.layout}; pass a strided or COO tensor")
+    if not sparse and not tensor.is_contiguous():
+        raise ValueError(
+            f"all_reduce needs a contiguous tensor, not strides {tensor.stride()} for shape "
+            f"{tuple(tensor.shape)}; pass tensor.contiguous()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "all_reduce needs plain memory, not a lazily conjugated or negated view; pass "
+            "tensor.resolve_conj() or tensor.resolve_neg()"
+        )
+    if op == dist.ReduceOp.AVG and not tensor.dtype.is_floating_point:
+        raise ValueError(f"AVG of {tensor.dtype} is not defined; use SUM and divide")
+    if tensor.device.type == "cpu":
+        _check_for_gloo(tensor, op, sparse)
+
+
+def _check_for_gloo(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType", sparse: bool) -> None:
+    dtype = tensor.dtype
+    if dtype not in _PLAIN_DTYPES:
+        raise ValueError(f"all_reduce does not take {dtype} on CPU; convert the tensor")
+    if (sparse or dtype.is_complex) and op not in _SUMS:
+        kind = "sparse tensors" if sparse else str(dtype)
+        raise ValueError(f"all_reduce of {kind} is a SUM or nothing, not {op}")
+    if op in _OF_BITS and dtype.is_floating_point:
+        raise ValueError(f"{op} of {dtype} is not defined; it takes integers and bool")
+    if op == dist.ReduceOp.PREMUL_SUM:
+        raise ValueError("all_reduce does not take PREMUL_SUM on CPU; scale the tensor and use SUM")

@@ -1,0 +1,74 @@
+"""One call of all_reduce: what is to be done for it, and the future that its caller holds."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from topo_ar.errors import ExecutionError
+from topo_ar.execution.flight import Collective
+
+logger = logging.getLogger("topo_ar")
+
+
+class Pending(torch.futures.Future[torch.Tensor]):
+    """A future that tells a callback at once that it would wait for itself.
+
+    Parameters
+    ----------
+    drives_here : callable
+        Tells whether the calling thread is the one that has to complete this future.
+    """
+
+    def __init__(self, drives_here: Callable[[], bool]) -> None:
+        super().__init__()
+        self._drives_here = drives_here
+
+    def wait(self) -> torch.Tensor:
+        """Return the result when it is there.
+
+        Raises
+        ------
+        ExecutionError
+            If the collective failed, or if a callback of another future waits here: it runs on the
+            thread that would have to do the work.
+        """
+        if not self.done() and self._drives_here():
+            raise ExecutionError(
+                "a callback waits for an all-reduce that only its own thread can do; return the "
+                "future from then(), or wait for it elsewhere"
+            )
+        return super().wait()
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One call of all_reduce.
+
+    `work` is a `Collective` for the pipeline, or a function that reduces by the plain path;
+    `on_done` runs before anyone who waits for the future learns of it.
+    """
+
+    number: int
+    tensor: torch.Tensor
+    future: Pending
+    work: Collective | Callable[[], None]
+    on_done: Callable[[], None] | None = None
+
+    def complete(self) -> None:
+        """Complete the future; a mistake of the caller's fails the caller's future, not the job."""
+        try:
+            if self.on_done is not None:
+                self.on_done()
+            self.future.set_result(self.tensor)
+        except BaseException as error:
+            logger.exception("an all-reduce is done, but its caller cannot be told")
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the future, unless somebody has completed it."""
+        if not self.future.done():
+            self.future.set_exception(error)  # type: ignore[arg-type]
