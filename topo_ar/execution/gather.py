@@ -169,8 +169,7 @@ def find_colocated(channel: Channel, owned: Owned) -> Colocation:
     peers = {
         rank: peer
         for rank, card in enumerate(cards)
-        if rank != channel.rank
-        and (peer := open_peer(rank, card, owned.segment.slot_nbytes)) is not None
+        if rank != channel.rank and (peer := open_peer(rank, card, owned.slot_nbytes)) is not None
     }
     try:
         return Colocation(_agreed(channel, peers), peers)

@@ -5,7 +5,6 @@ stored as its 16 bits and summed by torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,21 +27,26 @@ def supported(dtype: torch.dtype) -> bool:
     return dtype in _STORAGE
 
 
-@dataclass(frozen=True, slots=True)
 class Kernel:
-    """Sums equally long storage arrays of one torch dtype."""
+    """Sums equally long storage arrays of one torch dtype.
 
-    dtype: torch.dtype
+    Attributes
+    ----------
+    dtype : torch.dtype
+        What is summed.
+    storage : numpy.dtype
+        The dtype of the arrays; of the same item size.
+    rounds : bool
+        Whether sums are accumulated in fp32 and rounded to 16 bits at the end of a stage.
+    """
 
-    @property
-    def storage(self) -> np.dtype[np.generic]:
-        """The numpy dtype of the arrays this kernel takes; same item size as `dtype`."""
-        return _STORAGE[self.dtype]
+    __slots__ = ("dtype", "itemsize", "rounds", "storage")
 
-    @property
-    def rounds(self) -> bool:
-        """Whether sums are accumulated in fp32 and rounded to 16 bits at the end of a stage."""
-        return self.dtype.itemsize == 2
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.storage = _STORAGE[dtype]
+        self.itemsize = dtype.itemsize
+        self.rounds = dtype.itemsize == 2
 
     def view(self, tensor: torch.Tensor) -> Array:
         """Return the flat storage array that shares memory with a contiguous CPU `tensor`."""

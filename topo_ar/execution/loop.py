@@ -31,10 +31,11 @@ YIELDS_BEFORE_BLOCKING = 5
 # A wake-up can be missed when two ranks finish a stage within one store buffer; it costs this much.
 _RECHECK_S = 0.02
 _PATIENCE = 0.05
+_PATIENCE_S = 0.5
 # News of a dead rank comes within milliseconds of gloo's error, if it comes.
 _NEWS_S = 1.0
-# What a thread that gives up needs to tell its peers.
-_FAREWELL_S = 1.5
+# What a thread that gives up needs for patience and to tell its peers.
+_FAREWELL_S = 2.5
 
 
 class Loop:
@@ -203,14 +204,17 @@ class Loop:
     def _serve(self, enough: Callable[[], bool]) -> None:
         """Take turns until nothing is open, or `enough` says so; the caller holds `_driving`."""
         idle = 0
-        while not enough():
-            self._admit()
+        while True:
+            if self._incoming:
+                self._admit()
             if not self.pipeline.busy:
                 if not self._incoming:
                     return
             elif self.pipeline.turn():
                 self._last_move = time.monotonic()
                 idle = 0
+                if enough():
+                    return
             elif idle < YIELDS_BEFORE_BLOCKING:
                 idle += 1
                 os.sched_yield()
@@ -255,11 +259,14 @@ class Loop:
 
     def _wait(self) -> None:
         now = time.monotonic()
-        if now >= self._give_up_at:
-            self._give_up("the communicator was closed")
         overdue_s = now - self._last_move - self.timeout_s
-        if overdue_s >= 0 and self._patience_ends(overdue_s):
-            self._give_up(f"nothing moved for {self.timeout_s:g} s")
+        if overdue_s >= 0:
+            step_s = max(_PATIENCE_S, _PATIENCE * self.timeout_s)
+            self._require_patience(overdue_s, step_s, f"nothing moved for {self.timeout_s:g} s")
+        if now >= self._give_up_at:
+            self._require_patience(
+                now - self._give_up_at, _PATIENCE_S, "the communicator was closed"
+            )
         self._node.sleep_for(interest(self.pipeline))
         # What came before the peers could see the mask would wake nobody: look once more.
         if self.pipeline.turn():
@@ -318,13 +325,11 @@ class Loop:
                 self._epoll.unregister(fd)
             self._interest[fd] = wanted
 
-    def _patience_ends(self, overdue_s: float) -> bool:
+    def _require_patience(self, overdue_s: float, step_s: float, why: str) -> None:
         # Who sees the culprit itself speaks first; those further away would name a fellow victim.
-        distance = waits_for(self.pipeline).distance
-        return overdue_s >= distance * max(0.5, _PATIENCE * self.timeout_s)
-
-    def _give_up(self, why: str) -> None:
         wait = waits_for(self.pipeline)
+        if overdue_s < wait.distance * step_s:
+            return
         who = f"ranks {list(wait.ranks)} {wait.what}" if wait.ranks else "nothing moves"
         raise ExecutionError(f"{why}: {who}", ranks=wait.ranks, stage=wait.stage)
 

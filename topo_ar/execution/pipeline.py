@@ -226,9 +226,9 @@ class Pipeline:
         sources = [
             self._sum(index, chunk, begin, end)
             if peer == self.rank
-            else self._arrival(
-                peer, index, (end - begin) * chunk.collective.kernel.storage.itemsize
-            ).view(collective.kernel.storage)
+            else self._arrival(peer, index, (end - begin) * chunk.collective.kernel.itemsize).view(
+                collective.kernel.storage
+            )
             for peer in program.rail
         ]
         out = self._result(index, chunk, begin, end)
@@ -294,7 +294,7 @@ class Pipeline:
         begin, end = program.shard_begin, program.shard_end
         if program.parts:
             begin, end = self._my_part(program)
-        nbytes = (end - begin) * chunk.collective.kernel.storage.itemsize
+        nbytes = (end - begin) * chunk.collective.kernel.itemsize
         return self._arrival(flow.rank, index, nbytes).data
 
     def arrived(self, flow: Flow, kind: int, index: int) -> None:
@@ -336,11 +336,9 @@ class Pipeline:
         return chunk.collective.buffer[begin:end]
 
     def _slice(self, slot: NDArray[np.uint8], chunk: Chunk, begin: int, end: int) -> Array:
-        itemsize = chunk.collective.kernel.storage.itemsize
-        first = chunk.program.begin
-        return slot[(begin - first) * itemsize : (end - first) * itemsize].view(
-            chunk.collective.kernel.storage
-        )
+        kernel, first = chunk.collective.kernel, chunk.program.begin
+        itemsize = kernel.itemsize
+        return slot[(begin - first) * itemsize : (end - first) * itemsize].view(kernel.storage)
 
     def _result(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
         return self._slice(self.node.result(index), chunk, begin, end)

@@ -70,20 +70,15 @@ class Segment:
 
     memory: mmap.mmap
     words: "memoryview[int]"
-    slot_nbytes: int
+    slots: list[NDArray[np.uint8]]
 
     def staging(self, index: int) -> NDArray[np.uint8]:
         """Return the bytes of the input slot that chunk number `index` uses."""
-        return self._slot(index % STAGING_SLOTS)
+        return self.slots[index % STAGING_SLOTS]
 
     def result(self, index: int) -> NDArray[np.uint8]:
         """Return the bytes of the result slot that chunk number `index` uses."""
-        return self._slot(STAGING_SLOTS + index % RESULT_SLOTS)
-
-    def _slot(self, slot: int) -> NDArray[np.uint8]:
-        return np.frombuffer(
-            self.memory, np.uint8, self.slot_nbytes, 2 * _PAGE + slot * self.slot_nbytes
-        )
+        return self.slots[STAGING_SLOTS + index % RESULT_SLOTS]
 
     def write_failure(self, data: bytes) -> None:
         """Leave at most `FAILURE_NBYTES` bytes for the peers and raise the FAILED flag."""
@@ -99,6 +94,7 @@ class Segment:
     def close(self) -> None:
         """Unmap; views that are still held keep the mapping until they go."""
         self.words.release()
+        self.slots.clear()
         try:
             self.memory.close()
         except BufferError:  # a numpy view outlives us; the mapping goes with it
@@ -113,7 +109,11 @@ def segment_nbytes(slot_nbytes: int) -> int:
 def _mapped(fd: int, slot_nbytes: int) -> Segment:
     memory = mmap.mmap(fd, segment_nbytes(slot_nbytes))
     words = memoryview(memory)[_PAGE : 2 * _PAGE].cast("q")
-    return Segment(memory, words, slot_nbytes)
+    slots = [
+        np.frombuffer(memory, np.uint8, slot_nbytes, 2 * _PAGE + slot * slot_nbytes)
+        for slot in range(STAGING_SLOTS + RESULT_SLOTS)
+    ]
+    return Segment(memory, words, slots)
 
 
 class Owned:
@@ -126,6 +126,7 @@ class Owned:
     """
 
     def __init__(self, slot_nbytes: int) -> None:
+        self.slot_nbytes = slot_nbytes
         self.memory_fd = os.memfd_create("topo_ar", os.MFD_CLOEXEC)
         os.ftruncate(self.memory_fd, segment_nbytes(slot_nbytes))
         token = secrets.token_bytes(_TOKEN_NBYTES)

@@ -57,7 +57,11 @@ class Node:
 
     def least(self, counter: int) -> int:
         """Return the smallest value of a growing counter over the node."""
-        return min(words[counter] for words in self._words)
+        least = self._mine[counter]
+        for words in self._words:
+            if words[counter] < least:
+                least = words[counter]
+        return least
 
     def value(self, counter: int, local_rank: int) -> int:
         """Return the counter of one local rank."""
