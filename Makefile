@@ -35,11 +35,11 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@set -e; \
 	if [ ! -x $(BIN)/python ]; then \
-	  if $(PYTHON) -c 'import sys, torch; v = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]); sys.exit(v < (2, 13))' 2>/dev/null; then \
+	  if $(PYTHON) -c 'import sys, torch; v = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]); sys.exit(v < (2, 11))' 2>/dev/null; then \
 	    echo "using the torch that $(PYTHON) already has"; \
 	    $(PYTHON) -m venv --system-site-packages $(VENV); \
 	  else \
-	    echo "no torch 2.13 or newer under $(PYTHON): installing one into $(VENV)," \
+	    echo "no torch 2.11 or newer under $(PYTHON): installing one into $(VENV)," \
 	         "about 1.2 GB on disk as a CPU build, 5 GB and more where pip selects a CUDA build"; \
 	    $(PYTHON) -m venv $(VENV); \
 	  fi; \

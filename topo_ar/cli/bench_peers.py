@@ -3,7 +3,6 @@
 import secrets
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from topo_ar.errors import ConfigError
@@ -82,12 +81,7 @@ class Peers:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop(_PATIENCE_SECONDS if kind is None else 0.0)
 
     def _stop(self, patience_s: float) -> None:

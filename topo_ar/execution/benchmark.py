@@ -229,7 +229,8 @@ class _Bench:
             "bound_seconds": plan.bound_seconds,
             "bottleneck": plan.bottleneck,
             "wire_limit_seconds": limit,
-            "fraction": limit / seconds if limit and not marks else None,
+            # Inside one node there is no wire whose limit is known.
+            "fraction": limit / seconds if len(nodes) > 1 and not marks else None,
             "predicted_seconds": predicted,
             "model_seconds": plan.predicted_seconds if name == "plan" else None,
             "plan_hash": plan.hash if name == "plan" else None,

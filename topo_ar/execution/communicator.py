@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -320,12 +319,7 @@ class Communicator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

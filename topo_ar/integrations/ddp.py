@@ -5,7 +5,6 @@ No ``from __future__ import annotations`` here: torch compares the hook's annota
 
 import logging
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -107,12 +106,7 @@ class Handle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
