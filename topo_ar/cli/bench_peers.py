@@ -81,7 +81,7 @@ class Peers:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._stop(_PATIENCE_SECONDS if kind is None else 0.0)
 
     def _stop(self, patience_s: float) -> None:

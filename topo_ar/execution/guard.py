@@ -58,4 +58,5 @@ def failure_of(error: BaseException, rank: int, stage: str) -> Failure:
         return decode_failure(str(error).encode(), rank)
     if isinstance(error, ExecutionError):
         return Failure(str(error), error.ranks, error.stage or stage, rank)
-    return Failure(f"{type(error).__name__}: {error}", (rank,), stage, rank)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Failure(text, (rank,), stage, rank)

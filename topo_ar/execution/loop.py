@@ -344,19 +344,21 @@ class Loop:
         )
         final = failure.error(self.pipeline.rank)
         final.__cause__ = None if isinstance(error, ExecutionError) else error
-        logger.error("%s", final)
         with self._lock:
             self.error = final
             tickets = [*self._open.values(), *self._incoming]
             self._open.clear()
             self._incoming.clear()
-        # The peers first: who learns of it here may end the process.
-        data = failure.encode()
-        self._node.owned.segment.write_failure(data)
-        self._node.wake_everyone()
-        abort_all(self._flows, data.decode())
-        for ticket in tickets:
-            ticket.fail(final)
+        try:
+            # The peers first: who learns of it here may end the process.
+            data = failure.encode()
+            self._node.owned.segment.write_failure(data)
+            self._node.wake_everyone()
+            abort_all(self._flows, data.decode())
+            logger.error("%s", final)
+        finally:
+            for ticket in tickets:
+                ticket.fail(final)
 
 
 class _Reported(ExecutionError):  # noqa: N818 - carries a peer's report to `_fail`
