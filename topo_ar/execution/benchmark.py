@@ -25,7 +25,7 @@ from topo_ar.telemetry.metrics import algbw, busbw, slow_link_busbw
 
 LONE_LIMIT_NBYTES = 256 << 10
 _LONE_PAUSE_S = 0.01
-_SAMPLE_S = 0.04
+_SAMPLE_S = 0.25
 _MAX_CALLS = 40
 _BURSTS_PER_NIC = 16
 _CALIBRATION_SAMPLES = 3

@@ -36,7 +36,9 @@ class _Names:
             self._made.clear()
         self._made[ranks] += 1
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        return f"topo_ar/{digest}/{self._made[ranks]}"
+        # A launcher that restarts ranks may hand them the store of those before.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return f"topo_ar/{restart}/{digest}/{self._made[ranks]}"
 
 
 _names = _Names()
