@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import topo_ar
 from tests.jobs import blocks, communicator
@@ -19,7 +21,7 @@ from topo_ar.errors import ConfigError, ExecutionError, PlanError
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.guard import Failure, decode_failure
 from topo_ar.execution.plans import Plans
-from topo_ar.execution.transports.segment import FAILURE_NBYTES
+from topo_ar.execution.transports.segment import FAILURE_NBYTES, HOST_ID_ENV
 from topo_ar.topology.presets import preset
 
 HOSTS = [0, 0, 1, 1]
@@ -365,6 +367,64 @@ def _without_proc(rank: int, world_size: int) -> tuple[int, float]:
 
 def test_where_proc_is_hidden_every_rank_counts_as_a_host(ranks) -> None:
     assert ranks.run(_without_proc, 4) == [(4, 4.0)] * 4
+
+
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.out = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words(x))
+
+
+def _sparse_gradients(rank: int, world_size: int, hosts: list[int]) -> float:
+    os.environ[HOST_ID_ENV] = str(hosts[rank])
+    plain, hooked = DistributedDataParallel(_Words()), DistributedDataParallel(_Words())
+    with topo_ar.attach(hooked, plan="hierarchical", timeout_s=10.0):
+        for model in (plain, hooked):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randint(0, 50, (6,), generator=generator)).sum().backward()
+                optimizer.step()
+    pairs = zip(plain.parameters(), hooked.parameters(), strict=True)
+    return max(float((a - b).abs().max().detach()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1]], ids=str)
+def test_sparse_gradients_of_an_embedding(ranks, hosts) -> None:
+    assert max(ranks.run(_sparse_gradients, 4, hosts)) < 1e-6
+
+
+def _one_gradient_at_a_time(rank: int, world_size: int) -> list[str]:
+    """Where torch hands hooks single gradients and ignores their futures (python_reducer)."""
+    import torch._dynamo
+
+    texts = []
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with topo_ar.attach(model, timeout_s=10.0) as handle:
+        try:
+            parameter = model.module.weight
+            handle.hook.hook(None, (torch.ones(2, 2), parameter))  # type: ignore[arg-type]
+        except ConfigError as error:
+            texts.append(str(error))
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        topo_ar.attach(DistributedDataParallel(nn.Linear(2, 2)))
+    except ConfigError as error:
+        texts.append(str(error))
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+    return texts
+
+
+def test_gradients_that_would_silently_stay_unreduced_are_refused(ranks) -> None:
+    for texts in ranks.run(_one_gradient_at_a_time, 2):
+        assert len(texts) == 2
+        assert all("python_reducer" in text for text in texts)
 
 
 def test_a_report_that_names_very_many_ranks_still_fits() -> None:

@@ -55,7 +55,7 @@ def decode_failure(data: bytes, reporter: int) -> Failure:
 def failure_of(error: BaseException, rank: int, stage: str) -> Failure:
     """Return the report for an exception that rank `rank` met while in `stage`."""
     if isinstance(error, Aborted):
-        return decode_failure(str(error).encode(), rank)
+        return decode_failure(str(error).encode(), error.ranks[0])
     if isinstance(error, ExecutionError):
         return Failure(str(error), error.ranks, error.stage or stage, rank)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -121,7 +121,7 @@ class Flow:
             except BlockingIOError:
                 return moved
             except OSError as error:
-                raise self._gone(error) from None
+                raise self._last_words() or self._gone(error) from None
             moved = True
             self.sent_nbytes += count
             self._sent_of_head = sent + count
@@ -192,7 +192,7 @@ class Flow:
         self._target = None
         if kind == Kind.ABORT:
             assert target is not None
-            raise Aborted(bytes(target).decode(errors="replace"))
+            raise self._aborted(target)
         self.outstanding -= 1
         receiver.arrived(self, kind, index)
 
@@ -215,6 +215,31 @@ class Flow:
             ranks=(self.rank,),
         )
 
+    def _aborted(self, text: bytes | bytearray | memoryview) -> "Aborted":
+        return Aborted(bytes(text).decode(errors="replace"), ranks=(self.rank,))
+
+    def _last_words(self) -> "Aborted | None":
+        """Return the report that the peer sent before it left, if that lies unread."""
+        unread = bytearray()
+        with contextlib.suppress(OSError):
+            while piece := self.sock.recv(_BUFFER_NBYTES):
+                unread += piece
+        at = 0
+        if self._header_fill < _HEADER.size:
+            unread = self._header[: self._header_fill] + unread
+        else:
+            at = self._size - self._target_fill
+            if self._kind == Kind.ABORT and self._target is not None:
+                said = bytes(self._target[: self._target_fill]) + unread[:at]
+                return self._aborted(said)
+        while at + _HEADER.size <= len(unread):
+            _, kind, _, _, size = _HEADER.unpack_from(unread, at)
+            at += _HEADER.size
+            if kind == Kind.ABORT:
+                return self._aborted(unread[at : at + size])
+            at += size
+        return None
+
     def queue_abort(self, text: str) -> None:
         """Drop what has not been begun and queue the reason why the job fails.
 
@@ -233,7 +258,7 @@ class Flow:
 
 
 class Aborted(ExecutionError):  # noqa: N818 - an event, not an error of this rank
-    """A peer reported the failure that ends the job; the text is the peer's."""
+    """A peer, the one in `ranks`, reported the failure that ends the job; the text is its own."""
 
 
 def abort_all(flows: Iterable[Flow], text: str, deadline_s: float = 1.0) -> None:
