@@ -184,6 +184,26 @@ def test_a_communicator_outlives_torchs_groups(ranks) -> None:
     assert ranks.run(_outlives_torchs_groups, 4) == [[4.0, 3.0, 4.0]] * 4
 
 
+def _by_hand(rank: int, world_size: int) -> bool:
+    """The communicators that `topo_ar.all_reduce` makes go with the groups they were made for."""
+    store = dist.distributed_c10d._get_default_store()
+    before = None
+    for job in range(2):
+        assert float(topo_ar.all_reduce(torch.ones(9))[0]) == world_size
+        dist.destroy_process_group()
+        gc.collect()
+        before = before or _held()
+        prefixed = dist.PrefixStore(f"job{job}", store)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
+    dist.destroy_process_group()
+    gc.collect()
+    return _settled(before)
+
+
+def test_communicators_made_by_hand_go_with_their_groups(ranks) -> None:
+    assert ranks.run(_by_hand, 3) == [True] * 3
+
+
 def _after_a_restart(rank: int, world_size: int) -> float:
     """Ranks that a launcher started again find the store of their predecessors."""
     for attempt in range(2):
@@ -227,10 +247,14 @@ def test_groups_of_a_part_of_the_ranks(ranks) -> None:
 def _outside(rank: int, world_size: int) -> str:
     group = dist.new_group([0, 1])
     try:
+        topo_ar.all_reduce(torch.ones(3), group=group)
         with Communicator(group, timeout_s=5.0):
             return "made"
     except ConfigError as error:
-        return str(error)
+        assert "not in the group" in str(error)
+    with pytest.raises(ConfigError) as caught:
+        Communicator(group, timeout_s=5.0)
+    return str(caught.value)
 
 
 def test_a_rank_outside_the_group_is_told(ranks) -> None:
@@ -426,3 +450,15 @@ def test_who_cannot_send_reads_why_the_peer_left_before_blaming_it(num_read) -> 
     ours.close()
     assert isinstance(seen[0], Aborted)
     assert str(seen[0]) == "rank 7 is to blame"
+
+
+def test_telling_a_peer_that_has_told_us_and_left_is_no_error() -> None:
+    ours, theirs = _flows()
+    ours.send(Kind.EXCHANGE, 0, 0, memoryview(bytes(500)), lambda: None)
+    ours.flush()
+    abort_all([theirs], "rank 7 is to blame")
+    theirs.close()
+    for _ in range(3):
+        abort_all([ours], "rank 7 is to blame")
+        time.sleep(0.01)
+    ours.close()

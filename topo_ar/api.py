@@ -1,7 +1,9 @@
 """The functions of the public page that join several rooms."""
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
+from topo_ar.errors import ConfigError
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.topology.model import Topology
 
@@ -11,7 +13,8 @@ if TYPE_CHECKING:
 
     from topo_ar.execution.communicator import Communicator
 
-_by_group: "dict[object, Communicator]" = {}
+# A communicator goes with its group.
+_by_group: "WeakKeyDictionary[dist.ProcessGroup, Communicator]" = WeakKeyDictionary()
 
 
 def plan(topology: Topology, nbytes: int, *, family: Family | None = None) -> Plan:
@@ -74,6 +77,10 @@ def communicator(group: "dist.ProcessGroup | None" = None) -> "Communicator":
     from topo_ar.execution.communicator import Communicator
 
     key = group or dist.group.WORLD
+    if not isinstance(key, dist.ProcessGroup):
+        raise ConfigError(
+            "this rank is not in the group, or no group exists yet; call init_process_group first"
+        )
     made = _by_group.get(key)
     if made is None or made.closed:
         made = _by_group[key] = Communicator(group)

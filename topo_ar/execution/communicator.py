@@ -131,12 +131,17 @@ class Communicator:
 
         Every rank ends with the same bits. 16-bit types are added in fp32 and rounded once in the
         node and once between nodes. Operations and dtypes that the engine does not take go to
-        torch.distributed, in the same order.
+        gloo, in the same order; there, as in torch.distributed, calls that differ between ranks
+        are not noticed.
+
+        Callbacks of the future run on the thread that does the work: they may call `all_reduce`
+        but not wait for it.
 
         Parameters
         ----------
         tensor : Tensor
-            Contiguous, any shape, also empty.
+            Contiguous, any shape, also empty; COO tensors take the plain path. Not to be touched,
+            nor reduced again, before the future is complete.
         op : ReduceOp
             ``SUM``, ``AVG`` (floating point), or another operation of torch.distributed.
         on_done : callable, optional
@@ -145,8 +150,8 @@ class Communicator:
         Raises
         ------
         ValueError
-            If `tensor` is not contiguous or `op` is AVG of integers; raised before anything is
-            sent.
+            If `tensor` cannot be reduced by `op`, for instance because it is not contiguous;
+            raised before anything is sent.
         """
         check(tensor, op)
         if tensor.numel() == 0 or self.world_size == 1:

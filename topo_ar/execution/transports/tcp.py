@@ -280,7 +280,7 @@ def abort_all(flows: Iterable[Flow], text: str, deadline_s: float = 1.0) -> None
 
 
 def _flushed(flow: Flow) -> bool:
-    with contextlib.suppress(PeerGone):
+    with contextlib.suppress(PeerGone, Aborted):
         flow.flush()
         return not flow.wants_out
     return True
