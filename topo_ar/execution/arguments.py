@@ -30,32 +30,37 @@ def check(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
     ValueError
         If `tensor` cannot be reduced by `op`; names the remedy.
     """
-    sparse = tensor.layout is torch.sparse_coo
-    if tensor.layout is not torch.strided and not sparse:
-        raise ValueError(f"all_reduce does not take {tensor.layout}; pass a strided or COO tensor")
-    if not sparse and not tensor.is_contiguous():
+    layout, dtype = tensor.layout, tensor.dtype
+    if layout is torch.strided:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"all_reduce needs a contiguous tensor, not strides {tensor.stride()} for shape "
+                f"{tuple(tensor.shape)}; pass tensor.contiguous()"
+            )
+    elif layout is not torch.sparse_coo or tensor.device.type != "cpu":
         raise ValueError(
-            f"all_reduce needs a contiguous tensor, not strides {tensor.stride()} for shape "
-            f"{tuple(tensor.shape)}; pass tensor.contiguous()"
+            f"all_reduce does not take {layout} on {tensor.device.type}; pass a strided tensor, or "
+            "a COO tensor on CPU"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
             "all_reduce needs plain memory, not a lazily conjugated or negated view; pass "
             "tensor.resolve_conj() or tensor.resolve_neg()"
         )
-    if op == dist.ReduceOp.AVG and not tensor.dtype.is_floating_point:
-        raise ValueError(f"AVG of {tensor.dtype} is not defined; use SUM and divide")
+    if not dtype.is_floating_point and op == dist.ReduceOp.AVG:
+        raise ValueError(f"AVG of {dtype} is not defined; use SUM and divide")
     if tensor.device.type == "cpu":
-        _check_for_gloo(tensor, op, sparse)
+        if dtype not in _PLAIN_DTYPES:
+            raise ValueError(f"all_reduce does not take {dtype} on CPU; convert the tensor")
+        if op not in _SUMS:
+            _check_other_op(tensor, op)
 
 
-def _check_for_gloo(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType", sparse: bool) -> None:
+def _check_other_op(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
     dtype = tensor.dtype
-    if dtype not in _PLAIN_DTYPES:
-        raise ValueError(f"all_reduce does not take {dtype} on CPU; convert the tensor")
-    if (sparse or dtype.is_complex) and op not in _SUMS:
-        kind = "sparse tensors" if sparse else str(dtype)
-        raise ValueError(f"all_reduce of {kind} is a SUM or nothing, not {op}")
+    if tensor.is_sparse or dtype.is_complex:
+        kind = "sparse tensors" if tensor.is_sparse else str(dtype)
+        raise ValueError(f"all_reduce of {kind} knows sums only, not {op}")
     if op in _OF_BITS and dtype.is_floating_point:
         raise ValueError(f"{op} of {dtype} is not defined; it takes integers and bool")
     if op == dist.ReduceOp.PREMUL_SUM:
