@@ -28,7 +28,7 @@ _LONE_PAUSE_S = 0.01
 _SAMPLE_S = 0.25
 _MAX_CALLS = 40
 _BURSTS_PER_NIC = 16
-_CALIBRATION_SAMPLES = 3
+_CALIBRATION_SAMPLES = 5
 _LARGEST_CALIBRATION = 40_000_000
 # A peer's order has this share of the time for which the job's other ranks wait.
 _PEER_SHARE = 1 / 3
