@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from topo_ar import figures
+from topo_ar.cli.bench import cluster_spec
 from topo_ar.errors import TopoError
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, read_records
@@ -47,6 +48,7 @@ class Config:
 def run(config: Config) -> int:
     """Run every step; return 0, or the exit code of the first step that failed."""
     begin = time.monotonic()
+    cluster_spec(config.grid, config.nic)  # refuse what cannot be built before anything is touched
     out = config.out
     out.mkdir(parents=True, exist_ok=True)
     for stale in ("allreduce_size", "allreduce_size.predictions", "ddp_parity"):
@@ -78,8 +80,7 @@ def run(config: Config) -> int:
     for number, (title, command) in enumerate(steps, 1):
         print(f"\n== {number}/{len(steps) + 1} {title}", flush=True)
         code = subprocess.run(command, check=False).returncode
-        if code:
-            print(f"error: {Path(command[1]).name} ended with {code}", file=sys.stderr)
+        if code:  # the step has said why
             return code
     print(f"\n== {len(steps) + 1}/{len(steps) + 1} figures", flush=True)
     draw(out)
@@ -111,7 +112,7 @@ def summarize(out: Path) -> None:
     """Print what was measured, in one table, and keep it as summary.md."""
     rows = read_records(out / "allreduce_size.jsonl")
     lines = [
-        "| size | gloo | plan | speed-up (95 %) | share of wire limit | prediction error | wrong |",
+        "| size | gloo | plan | speed-up (95 %) | share of wire limit | predicted | wrong |",
         "|---|---|---|---|---|---|---|",
     ]
     for nbytes in dict.fromkeys(row["nbytes"] for row in rows):
@@ -148,7 +149,10 @@ def _training_lines(records: list[Record]) -> list[str]:
     for record in records:
         for oracle in record.get("oracles", ()):
             verdict = "holds" if oracle["passed"] else "FAILS"
-            lines.append(f"{oracle['name']}: {verdict} ({oracle['value']:.3g})")
+            lines.append(
+                f"{verdict}: {oracle['meaning']}: {oracle['value']:.3g}, "
+                f"at most {oracle['limit']:.3g}"
+            )
     return lines
 
 
@@ -169,6 +173,9 @@ def main() -> int:
     except TopoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def test_prediction_counts_what_is_within_the_band():
     rows = [*ROWS, bench_row("plan", 1 << 20, 0.009, predicted_seconds=0.0045)]
     figure = figures.predicted_measured([*rows, ROWS[0] | {"predicted_seconds": None}])
     assert "4 of 5 within 15%" in said(figure)
-    assert "Worst: plan at 1 MiB, 4.5 ms predicted and 9 ms measured (+100.0%)." in said(figure)
+    assert "Worst: plan at 1 MiB, 4.5 ms predicted and 9 ms measured (-50.0%)." in said(figure)
     assert "1 rows without a prediction left out." in said(figure)
     assert lines(figure.axes[0])["plan"] == (
         [pytest.approx(x) for x in (0.00011, 0.231, 0.0045)],

@@ -94,7 +94,7 @@ class Report:
             self._manifest["openmpi"] = openmpi
         self._say(
             "# limit: the time nothing can beat at the measured payload rate of the bottleneck; "
-            "share: limit / time"
+            "share: limit / time; predicted: from this run's timings at other sizes, made before"
         )
 
     def event(self, name: str, data: dict[str, Any]) -> None:
@@ -106,7 +106,8 @@ class Report:
         elif name == "topology":
             self._topology = data["json"]
         elif name == "plan":
-            self._say(f"# {format_size(data['nbytes'])}: {data['reason']}")
+            first, _, _ = data["reason"].partition(". ")
+            self._say(f"# {format_size(data['nbytes'])}: {first}")
         elif name == "lost":
             self.lost.append(data["candidate"])
             print(f"topo-ar: {data['candidate']} is left out: {data['reason']}", file=sys.stderr)

@@ -13,6 +13,7 @@ from topo_ar.execution.gather import Channel
 from topo_ar.topology.levels import levels
 from topo_ar.topology.measure import AlphaBeta, fit_alpha_beta, with_measured
 from topo_ar.topology.model import Source, Topology
+from topo_ar.units import format_rate
 
 logger = logging.getLogger("topo_ar")
 
@@ -42,7 +43,9 @@ def measure_levels(
     """
     measured = topology
     if len(nodes) > 1:
-        fit = _network_fit(_slowest(channel, _between_nodes(channel, nodes)), topology)
+        fit = _network_fit(
+            _slowest(channel, _between_nodes(channel, nodes)), topology, warn=channel.rank == 0
+        )
         measured = with_measured(measured, "inter", fit)
     num_local = max(len(node) for node in nodes)
     if num_local > 1:
@@ -53,7 +56,7 @@ def measure_levels(
     return measured
 
 
-def _network_fit(samples: Samples, topology: Topology) -> AlphaBeta:
+def _network_fit(samples: Samples, topology: Topology, *, warn: bool) -> AlphaBeta:
     """Fit latency to the smallest message and rate to the difference of the two largest.
 
     The difference leaves out latency and whatever credit an idle link had saved up. Where the
@@ -65,9 +68,11 @@ def _network_fit(samples: Samples, topology: Topology) -> AlphaBeta:
     nics = [nic for node in levels(topology).nodes for nic in node.nics]
     if nics and all(nic.source is Source.SYSFS for nic in nics):
         least = min(nic.payload for nic in nics)
-        if beta * least > 1.05:
+        if warn and beta * least > 1.05:
             logger.warning(
-                "NICs carry %.4g bytes/s of %.4g: busy machine or shared link?", 1 / beta, least
+                "the NICs were seen to carry %s of %s: is the machine busy, or the link shared?",
+                format_rate(1 / beta),
+                format_rate(least),
             )
         beta = 1 / least
     residual = abs(alpha + beta * more - t1) / t1

@@ -136,7 +136,8 @@ class Plans:
         plan = self.plan_for(tensor.nbytes, tensor.itemsize, tensor.device.type)
         program = kernel = None
         if tensor.device.type == "cpu":
-            logger.info("plan for %d bytes: %s", tensor.nbytes, plan.reason)
+            if self._rank == 0:  # equal on all ranks
+                logger.info("plan for %d bytes: %s", tensor.nbytes, plan.reason)
             if supported(tensor.dtype):
                 schedule = lower(plan, tensor.numel(), tensor.itemsize)
                 program = compile_program(schedule, self._rank, self._slot_nbytes)

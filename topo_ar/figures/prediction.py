@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @styled
 def predicted_measured(rows: list[Record], tolerance: float = 0.15) -> "Figure":
-    """Return measured over predicted seconds (left) and their ratio over message size (right).
+    """Return predicted and measured seconds (left) and their ratio over message size (right).
 
     The line is perfect prediction, the band is `tolerance` to both sides. The caption counts the
     points inside it and names the worst.
@@ -34,7 +34,7 @@ def predicted_measured(rows: list[Record], tolerance: float = 0.15) -> "Figure":
     rows : list of dict
         Rows of ``topo-ar bench``; those without a prediction are counted and left out.
     tolerance : float
-        Half width of the band as a share of the prediction.
+        Half width of the band as a share of the measured median.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def predicted_measured(rows: list[Record], tolerance: float = 0.15) -> "Figure":
         ratios.plot([row["nbytes"] for row in mine], [_ratio(row) for row in mine], **style)
     size_axis(ratios, [row["nbytes"] for row in points])
     ratios.set_ylim(min(0.5, ratios.get_ylim()[0]), max(1.5, ratios.get_ylim()[1]))
-    ratios.set_ylabel("measured / predicted")
+    ratios.set_ylabel("predicted / measured")
     legend_below_title(times)
     caption(figure, [*_verdict(points, tolerance), _left_out(len(rows) - len(points))])
     return figure
@@ -66,7 +66,7 @@ def predicted_measured(rows: list[Record], tolerance: float = 0.15) -> "Figure":
 def _draw_band(times: "Axes", ratios: "Axes", points: list[Record], tolerance: float) -> None:
     values = [row[key] for row in points for key in ("predicted_seconds", "median_seconds")]
     span = [min(values) / 1.6, max(values) * 1.6]
-    below, above = ([x * (1 + sign * tolerance) for x in span] for sign in (-1, 1))
+    below, above = ([x / (1 + sign * tolerance) for x in span] for sign in (1, -1))
     times.fill_between(span, below, above, color=PALE, label=f"within {tolerance:.0%}", linewidth=0)
     times.plot(span, span, color=GREY, linestyle="--", linewidth=1)
     times.set(xscale="log", yscale="log", xlim=span, ylim=span)
@@ -77,14 +77,14 @@ def _draw_band(times: "Axes", ratios: "Axes", points: list[Record], tolerance: f
 
 
 def _ratio(row: Record) -> float:
-    return float(row["median_seconds"] / row["predicted_seconds"])
+    return float(row["predicted_seconds"] / row["median_seconds"])
 
 
 def _verdict(points: list[Record], tolerance: float) -> tuple[str, str]:
     worst = max(points, key=lambda row: abs(_ratio(row) - 1))
     num_inside = sum(abs(_ratio(row) - 1) <= tolerance for row in points)
     return (
-        f"{num_inside} of {len(points)} within {tolerance:.0%} of the prediction.",
+        f"{num_inside} of {len(points)} within {tolerance:.0%} of the measured median.",
         f"Worst: {worst['candidate']} at {format_size(worst['nbytes'])}, "
         f"{format_seconds(worst['predicted_seconds'])} predicted and "
         f"{format_seconds(worst['median_seconds'])} measured ({_ratio(worst) - 1:+.1%}).",
