@@ -5,28 +5,20 @@ from typing import Annotated
 
 import typer
 
+from topo_ar.cli.topology_source import Nics, Nodes, RanksPerNode, TopologyName, load_topology
 from topo_ar.errors import ConfigError
 from topo_ar.planning.plan import Family
-from topo_ar.topology.model import Topology
-from topo_ar.units import parse_rate, parse_size
+from topo_ar.units import parse_size
 
 
 def plan(
-    topology: Annotated[
-        str, typer.Argument(help="A topology file (JSON or NCCL XML) or a preset.")
-    ],
+    topology: TopologyName,
     sizes: Annotated[
         str, typer.Option("--size", "-s", help="Buffer sizes, such as 25MB or 64K,25MB,1G.")
     ],
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", help="Nodes of a preset (default 1).")
-    ] = None,
-    ranks_per_node: Annotated[
-        int | None, typer.Option("--ranks-per-node", help="Ranks on each node of a preset.")
-    ] = None,
-    nic: Annotated[
-        str | None, typer.Option("--nic", help="NICs of each node of a preset: 1gbit,1gbit.")
-    ] = None,
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
+    nic: Nics = None,
     family: Annotated[
         Family | None, typer.Option("--family", help="Insist on this algorithm.")
     ] = None,
@@ -66,33 +58,3 @@ def plan(
             print(made.to_json().decode())
         else:
             print(("\n" if position else "") + explain(made))
-
-
-def load_topology(
-    name: str, nodes: int | None = None, ranks_per_node: int | None = None, nic: str | None = None
-) -> Topology:
-    """Return the topology in the file `name`, or the preset of that name.
-
-    Raises
-    ------
-    ConfigError
-        If there is neither, or a preset's option is given for a file.
-    TopologyError
-        If the file cannot be read or is no sound topology.
-    """
-    from topo_ar.topology.presets import PRESETS, preset
-    from topo_ar.topology.readers import read
-
-    if name in PRESETS:
-        rates = None if nic is None else [parse_rate(rate) for rate in nic.split(",")]
-        return preset(name, 1 if nodes is None else nodes, ranks_per_node, rates)
-    if not Path(name).exists():
-        raise ConfigError(
-            f"{name!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}"
-        )
-    if nodes is not None or ranks_per_node is not None or nic is not None:
-        raise ConfigError(
-            f"--nodes, --ranks-per-node and --nic shape a preset, but {name} is a file; "
-            "leave them out"
-        )
-    return read(Path(name))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from topo_ar.cli.topology_source import Nics, Nodes, RanksPerNode, TopologyName, load_topology
 from topo_ar.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -20,18 +21,10 @@ _MAX_NODES = 4
 
 
 def show(
-    topology: Annotated[
-        str, typer.Argument(help="A topology file (JSON or NCCL XML) or a preset.")
-    ],
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", help="Nodes of a preset (default 1).")
-    ] = None,
-    ranks_per_node: Annotated[
-        int | None, typer.Option("--ranks-per-node", help="Ranks on each node of a preset.")
-    ] = None,
-    nic: Annotated[
-        str | None, typer.Option("--nic", help="NICs of each node of a preset: 1gbit,1gbit.")
-    ] = None,
+    topology: TopologyName,
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
+    nic: Nics = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, nothing else.")
     ] = False,
@@ -40,7 +33,6 @@ def show(
 
     Example: topo-ar show dgx-h100 --nodes 2
     """
-    from topo_ar.cli.plan import load_topology
     from topo_ar.topology.presets import PRESETS
     from topo_ar.topology.readers import describe
 
