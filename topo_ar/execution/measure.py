@@ -20,8 +20,7 @@ logger = logging.getLogger("topo_ar")
 Samples = list[tuple[int, float]]
 NodeAllReduce = Callable[[torch.Tensor], None]
 
-_SMALL_NBYTES = (8, 4096)
-_LARGE_NBYTES = (4 << 20, 16 << 20)
+_NETWORK_NBYTES = (8, 4 << 20, 16 << 20)
 _NODE_NBYTES = (64 << 10, 1 << 20, 8 << 20)
 _NODE_CALLS = 9
 _REPEATS = 5
@@ -63,7 +62,7 @@ def _network_fit(samples: Samples, topology: Topology, *, warn: bool) -> AlphaBe
     system says what the NIC is shaped to, the share of it that is payload is known exactly: a busy
     machine measures less, and a limit must not be beatable.
     """
-    (_, alpha), *_, (less, t0), (more, t1) = samples
+    (_, alpha), (less, t0), (more, t1) = samples
     beta = max(t1 - t0, 1e-9) / (more - less)
     nics = [nic for node in levels(topology).nodes for nic in node.nics]
     if nics and all(nic.source is Source.SYSFS for nic in nics):
@@ -82,7 +81,7 @@ def _network_fit(samples: Samples, topology: Topology, *, warn: bool) -> AlphaBe
 def _between_nodes(channel: Channel, nodes: Sequence[tuple[int, ...]]) -> Samples:
     samples: Samples = []
     at = next(i for i, node in enumerate(nodes) if channel.rank in node)
-    for nbytes in (*_SMALL_NBYTES, *_LARGE_NBYTES):
+    for nbytes in _NETWORK_NBYTES:
         buffers = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
         best = float("inf")
         for _ in range(_REPEATS):

@@ -22,7 +22,6 @@ _KNOWN = {"plan": 0, "hook": 0, "gloo": 1, "plain": 1, "openmpi": 2, "openmpi-ha
 _MARKERS = "osD^vPX"
 GREY = "#606060"
 PALE = "#e8e8e8"
-BAD = "#D55E00"
 
 _STYLE: dict[Any, Any] = {
     "figure.dpi": 100,

@@ -11,13 +11,6 @@ from topo_ar.planning.plan import Alternative, Family
 from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
 from topo_ar.units import format_size
 
-# A tie goes to the family that stands first.
-SIMPLEST_FIRST = (
-    Family.FLAT_RING,
-    Family.HIERARCHICAL_SEQUENTIAL,
-    Family.HIERARCHICAL_LEADER,
-    Family.HIERARCHICAL_PIPELINED,
-)
 # Elements in a cache line of the narrowest common type: shards of whole lines share none.
 _LINE_ELEMENTS = 16
 # Equal chunks must promise this much over the taper, which was found by measurement.

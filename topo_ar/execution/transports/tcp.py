@@ -70,8 +70,6 @@ class Flow:
         self.rank = rank
         self.outstanding = 0
         self.gated = False
-        self.sent_nbytes = 0
-        self.received_nbytes = 0
         self._queue: deque[tuple[memoryview, memoryview, Callable[[], None]]] = deque()
         self._sent_of_head = 0
         self._low_water = 1
@@ -123,7 +121,6 @@ class Flow:
             except OSError as error:
                 raise self._last_words() or self._gone(error) from None
             moved = True
-            self.sent_nbytes += count
             self._sent_of_head = sent + count
             if self._sent_of_head == len(header) + payload.nbytes:
                 self._sent_of_head = 0
@@ -205,7 +202,6 @@ class Flow:
             raise self._gone(error) from None
         if count == 0:
             raise self._gone(None)
-        self.received_nbytes += count
         return count
 
     def _gone(self, error: OSError | None) -> PeerGone:
