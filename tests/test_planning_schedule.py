@@ -13,7 +13,7 @@ from tests.planning_cases import any_levels, cluster
 from topo_ar.errors import PlanError
 from topo_ar.planning.chunks import KIB, edge_nbytes, equal_chunks, tapered_chunks
 from topo_ar.planning.lowering import cut, lower
-from topo_ar.planning.plan import Family
+from topo_ar.planning.plan import Family, Shards
 from topo_ar.planning.planner import plan
 from topo_ar.planning.runtime import Runtime
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
@@ -128,7 +128,7 @@ def test_three_nodes_of_one_rank_scatter_and_gather():
 
 def test_leaders_exchange_whole_sums():
     made = plan(cluster([2] * 3, 1e9, [1e9]), 40, family=Family.HIERARCHICAL_LEADER)
-    assert made.local_weights == (1, 0)
+    assert made.shards.ranks == ((1, 0),) * 3
     steps = lower(made, 10, 4).steps
     assert [step.stage for step in steps] == (
         [Stage.INTRA_REDUCE_SCATTER] * 3 + [Stage.INTER_EXCHANGE] + [Stage.INTRA_ALL_GATHER] * 3
@@ -184,7 +184,7 @@ def test_lower_refuses_what_does_not_fit():
     with pytest.raises(PlanError, match="chunks hold 20 of 40 bytes"):
         lower(msgspec.structs.replace(made, chunk_nbytes=(20,)), 10, 4)
     with pytest.raises(PlanError, match="one share for each rank"):
-        lower(msgspec.structs.replace(made, local_weights=(1, 1, 1)), 10, 4)
+        lower(msgspec.structs.replace(made, shards=Shards((1, 1), ((1, 1, 1),) * 2)), 10, 4)
 
 
 @given(st.integers(0, 50), st.integers(0, 200), st.lists(st.integers(0, 5), min_size=1))

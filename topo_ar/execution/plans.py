@@ -18,6 +18,16 @@ from topo_ar.topology.model import Topology, topology_hash
 
 logger = logging.getLogger("topo_ar")
 
+# What `program` compiles; every other family is planned, but not yet run.
+EXECUTABLE = frozenset(
+    {
+        Family.FLAT_RING,
+        Family.HIERARCHICAL_SEQUENTIAL,
+        Family.HIERARCHICAL_PIPELINED,
+        Family.HIERARCHICAL_LEADER,
+    }
+)
+
 MODES = ("auto", "flat", "hierarchical")
 _MOST_KEPT = 1024
 
@@ -112,6 +122,7 @@ class Plans:
             topology_hash=self._topology_hash,
             itemsize=itemsize,
             family=family,
+            families=EXECUTABLE,
             runtime=GPU_RUNTIME if device == "cuda" else CPU_RUNTIME,
             max_chunk_nbytes=None if device == "cuda" else self._slot_nbytes,
         )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topo_ar.planning.bounds import RateKind, check_levels, node_bandwidth, port_bandwidth
+from topo_ar.planning.level_bounds import RateKind, check_levels, node_bandwidth, port_bandwidth
 from topo_ar.planning.runtime import GPU_RUNTIME, Runtime
 from topo_ar.topology.levels import Levels
 

@@ -72,10 +72,11 @@ class _Lowering:
         self.plan = plan
         self.steps: list[Step] = []
         sizes = {len(node) for node in plan.nodes}
-        if plan.family != Family.FLAT_RING and sizes != {len(plan.local_weights)}:
+        shares = {len(weights) for weights in plan.shards.ranks}
+        if plan.family != Family.FLAT_RING and (sizes != shares or len(sizes) > 1):
             raise PlanError(
-                f"the plan gives {len(plan.local_weights)} shares to nodes of "
-                f"{sorted(sizes)} ranks; {plan.family} needs one share for each rank of equal nodes"
+                f"the plan gives {sorted(shares)} shares to nodes of {sorted(sizes)} ranks; "
+                f"{plan.family} needs one share for each rank of equal nodes"
             )
 
     def add_chunk(self, chunk: int, begin: int, end: int) -> None:
@@ -84,7 +85,7 @@ class _Lowering:
             world = tuple(range(plan.world_size))
             self._add(Stage.FLAT, Op.ALL_REDUCE, world, ((begin, end),) * len(world), chunk)
             return
-        shards = cut(begin, end, plan.local_weights)
+        shards = cut(begin, end, plan.shards.ranks[0])
         ready = self._intra(Stage.INTRA_REDUCE_SCATTER, Op.REDUCE_SCATTER, shards, chunk, ())
         if len(plan.nodes) > 1:
             ready = tuple(

@@ -7,19 +7,44 @@ import msgspec
 
 from topo_ar.errors import PlanError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Family(StrEnum):
-    """The algorithms a plan can choose."""
+    """The algorithms a plan can choose.
+
+    ``hierarchical_weighted`` is the pipelined one with shards in proportion to what each node and
+    NIC can carry; it alone suits nodes of unequal numbers of ranks. ``hierarchical_three_level``
+    has islands of ranks inside the nodes, or racks of nodes around them.
+    """
 
     FLAT_RING = "flat_ring"
+    DOUBLE_BINARY_TREE = "double_binary_tree"
+    HALVING_DOUBLING = "halving_doubling"
+    DIRECT = "direct"
     HIERARCHICAL_SEQUENTIAL = "hierarchical_sequential"
     HIERARCHICAL_PIPELINED = "hierarchical_pipelined"
     HIERARCHICAL_LEADER = "hierarchical_leader"
+    HIERARCHICAL_WEIGHTED = "hierarchical_weighted"
+    HIERARCHICAL_THREE_LEVEL = "hierarchical_three_level"
 
 
-class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Integer weights of who owns which part of a chunk.
+
+    ``ranks[i][k]`` is the weight of local rank k of node i within its node: the part of the chunk
+    that it holds after the reduce-scatter inside the node. ``nodes[i]`` is the weight of node i in
+    the stage between nodes: the part of each interval that it sums for all. Only proportions
+    count; a weight may be zero. An exchange between nodes has no roots and ignores `nodes`.
+    """
+
+    nodes: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+
+class Alternative(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"family": "algorithm"}
+):
     """A family that was costed: its predicted seconds and the number of chunks it would use.
 
     `measured` says that the seconds come from a calibration, not from rates; `excluded` says why
@@ -33,13 +58,22 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     excluded: str = ""
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Plan(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    rename={"family": "algorithm", "chunk_nbytes": "chunks"},
+):
     """How one all-reduce of `nbytes` bytes is done by every rank of a job.
 
-    `nodes` holds the global ranks of each node; `chunk_nbytes` tiles the buffer in order, and
-    `local_weights` says which share of a chunk each local rank owns (equal nodes).
+    In JSON `family` is called ``algorithm`` and `chunk_nbytes` ``chunks``. `nodes` holds the
+    global ranks of each node, nodes and ranks in the order in which rings and shards go through
+    them; `islands` are groups of ranks inside nodes, `racks` groups of positions in `nodes`: the
+    third level of ``hierarchical_three_level``, of which a plan has at most one. `chunk_nbytes`
+    tiles the buffer in order. `codec` compresses the stage between nodes.
     `bound_seconds` is a proven lower bound on nominal rates, `wire_limit_seconds` the same on
-    payload rates, `gap` is ``predicted_seconds / bound_seconds - 1``.
+    payload rates, `gap` is ``predicted_seconds / bound_seconds - 1``. `runner_up` is the best
+    alternative that could run and was not chosen.
     """
 
     topology_hash: str
@@ -48,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     family: Family
     nodes: tuple[tuple[int, ...], ...]
     chunk_nbytes: tuple[int, ...]
-    local_weights: tuple[int, ...]
+    shards: Shards
     predicted_seconds: float
     bound_seconds: float
     wire_limit_seconds: float
@@ -56,13 +90,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bottleneck: str
     alternatives: tuple[Alternative, ...]
     reason: str
+    runner_up: Alternative | None = None
+    codec: str = "none"
+    islands: tuple[tuple[int, ...], ...] = ()
+    racks: tuple[tuple[int, ...], ...] = ()
     schema: int = SCHEMA_VERSION
-
-    @property
-    def runner_up(self) -> Alternative | None:
-        """The best family that could run and was not chosen, or None when there was no other."""
-        others = [a for a in self.alternatives if a.family != self.family and not a.excluded]
-        return min(others, key=lambda a: a.seconds) if others else None
 
     @property
     def hash(self) -> str:
@@ -87,5 +119,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PlanError(f"not a plan: {error}; write one with `topo-ar plan -o FILE`") from None
         if plan.schema != SCHEMA_VERSION:
-            raise PlanError(f"plan schema {plan.schema} is not known; this version reads 1")
+            raise PlanError(
+                f"plan schema {plan.schema} is not known; this version reads {SCHEMA_VERSION}"
+            )
         return plan

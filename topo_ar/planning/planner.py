@@ -1,14 +1,15 @@
 """From levels and a size to the best executable plan, with its bound and its reason."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from topo_ar.errors import PlanError
 from topo_ar.planning import reasons
-from topo_ar.planning.bounds import all_reduce_lower_bound
 from topo_ar.planning.calibration import Calibration
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, pick
 from topo_ar.planning.cost import CostParameters
-from topo_ar.planning.plan import Family, Plan
+from topo_ar.planning.level_bounds import all_reduce_lower_bound
+from topo_ar.planning.plan import Alternative, Family, Plan, Shards
 from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
 from topo_ar.topology.levels import Levels
 
@@ -24,6 +25,7 @@ def plan(
     leader_limit_nbytes: int | None = None,
     runtime: Runtime = CPU_RUNTIME,
     max_chunk_nbytes: int | None = None,
+    families: Collection[Family] | None = None,
 ) -> Plan:
     """Return the fastest plan that can run for an all-reduce of `nbytes` bytes.
 
@@ -50,6 +52,8 @@ def plan(
         What will run the plan: its chunk slots and the cost of its flat ring.
     max_chunk_nbytes : int, optional
         Chunk slots of another size than `runtime` says.
+    families : collection of Family, optional
+        What the caller can run; a family that is not among them is costed, but never chosen.
 
     Raises
     ------
@@ -76,6 +80,8 @@ def plan(
         found = [chosen]
     else:
         found = candidates(setting, nbytes)
+        if families is not None:
+            found = [_within(candidate, families) for candidate in found]
         chosen = pick(setting, found, family) if family else choose(found)
     bound = all_reduce_lower_bound(levels, nbytes)
     wire_limit = all_reduce_lower_bound(levels, nbytes, "payload")
@@ -87,7 +93,7 @@ def plan(
         family=chosen.family,
         nodes=tuple(node.ranks for node in levels.nodes),
         chunk_nbytes=chosen.chunk_nbytes,
-        local_weights=_local_weights(levels, chosen.family),
+        shards=_shards(levels, chosen.family),
         predicted_seconds=chosen.seconds,
         bound_seconds=bound.seconds,
         wire_limit_seconds=wire_limit.seconds,
@@ -95,11 +101,26 @@ def plan(
         bottleneck=bound.bottleneck,
         alternatives=tuple(candidate.as_alternative() for candidate in found),
         reason=reasons.reason(verdict),
+        runner_up=_runner_up(found, chosen),
     )
 
 
-def _local_weights(levels: Levels, family: Family) -> tuple[int, ...]:
-    width = max(len(node.ranks) for node in levels.nodes)
+def _within(candidate: Candidate, families: Collection[Family]) -> Candidate:
+    if candidate.excluded or candidate.family in families:
+        return candidate
+    return replace(candidate, excluded="the caller cannot run it")
+
+
+def _runner_up(found: list[Candidate], chosen: Candidate) -> Alternative | None:
+    others = [c for c in found if c.family != chosen.family and not c.excluded]
+    best = min(others, key=lambda candidate: candidate.seconds, default=None)
+    return best.as_alternative() if best else None
+
+
+def _shards(levels: Levels, family: Family) -> Shards:
+    widths = [len(node.ranks) for node in levels.nodes]
     if family == Family.HIERARCHICAL_LEADER:
-        return (1,) + (0,) * (width - 1)
-    return (1,) * width
+        ranks = tuple((1,) + (0,) * (width - 1) for width in widths)
+    else:
+        ranks = tuple((1,) * width for width in widths)
+    return Shards((1,) * len(widths), ranks)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from topo_ar.planning.bounds import Bound
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose
+from topo_ar.planning.level_bounds import Bound
 from topo_ar.planning.plan import Family
 from topo_ar.topology.levels import Levels
 from topo_ar.units import format_rate, format_seconds, format_size

@@ -43,19 +43,60 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class NodeLevel:
-    """One node: its global ranks in local-rank order, one rank's port inside it, and its NICs."""
+    """One node: its global ranks in local-rank order, one rank's port inside it, and its NICs.
+
+    Attributes
+    ----------
+    name : str
+        The node's name in the topology.
+    ranks : tuple of int
+        Global ranks in local-rank order.
+    intra : Rate
+        One rank's port inside the node; where there are islands, what it gets across them.
+    nics : tuple of Rate
+        The data NICs.
+    rank_nics : tuple of tuple of int
+        For each rank, the positions in `nics` of those nearest to it; empty where every rank may
+        use every NIC alike.
+    islands : tuple of tuple of int
+        Global ranks that NVLink or XGMI, or a socket, joins more closely than the whole node; each
+        rank once. Empty where the node is one island.
+    island : Rate or None
+        One rank's port inside its island; None where there are no islands.
+    """
 
     name: str
     ranks: tuple[int, ...]
     intra: Rate
     nics: tuple[Rate, ...]
+    rank_nics: tuple[tuple[int, ...], ...] = ()
+    islands: tuple[tuple[int, ...], ...] = ()
+    island: Rate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rack:
+    """Nodes behind one leaf switch: their positions in ``Levels.nodes``, and all its uplinks.
+
+    `uplink` is what all links of the leaf switch to the rest of the fabric carry together, in one
+    direction.
+    """
+
+    name: str
+    nodes: tuple[int, ...]
+    uplink: Rate
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """All nodes of a job, ordered by their lowest rank. Together they hold each rank once."""
+    """All nodes of a job, ordered by their lowest rank. Together they hold each rank once.
+
+    `racks` hold each node once, or are empty where the network between the nodes is one
+    non-blocking switch as far as is known.
+    """
 
     nodes: tuple[NodeLevel, ...]
+    racks: tuple[Rack, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.planning_cases import any_levels, cluster, equal, rate
 from topo_ar.errors import PlanError
 from topo_ar.planning import cost
-from topo_ar.planning.bounds import all_reduce_lower_bound, node_bandwidth
 from topo_ar.planning.cost import CostParameters
+from topo_ar.planning.level_bounds import all_reduce_lower_bound, node_bandwidth
 from topo_ar.topology.levels import Levels, NodeLevel
 
 S = 10**6
