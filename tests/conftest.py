@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests import leftovers
+from tests import foreign, leftovers
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +69,11 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if foreign.not_at_hand:
+        names = ", ".join(sorted(foreign.not_at_hand))
+        terminalreporter.write_line(
+            f"{len(foreign.not_at_hand)} captured files not at hand: {names}"
+        )
     if lines := config.stash.get(LEFT, []):
         terminalreporter.section("left behind by this session", red=True, bold=True)
         for line in lines:
