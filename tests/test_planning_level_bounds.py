@@ -11,10 +11,16 @@ from tests.planning_cases import any_levels, cluster, equal, rate
 from topo_ar.errors import PlanError
 from topo_ar.planning import cost
 from topo_ar.planning.cost import CostParameters
-from topo_ar.planning.level_bounds import all_reduce_lower_bound, node_bandwidth
+from topo_ar.planning.level_bounds import (
+    all_reduce_lower_bound,
+    node_bandwidth,
+    node_shares,
+    share_limits,
+)
 from topo_ar.topology.levels import Levels, NodeLevel
 
 S = 10**6
+F = Fraction
 
 # Exact all-reduce optimum, algbw in GB/s.
 EXACT = {
@@ -166,3 +172,44 @@ def test_bound_is_the_largest_over_all_ways_to_divide_nodes(levels):
 def test_nonsense_levels_are_refused_by_name(levels, complaint):
     with pytest.raises(PlanError, match=complaint):
         all_reduce_lower_bound(levels, S)
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "algbw", "shares"),
+    [
+        ([100, 50], 50, (F(1, 2), F(1, 2))),
+        ([100, 50, 50], 50, (1, 0, 0)),
+        ([100, 100, 50], 50, (F(1, 2), F(1, 2), 0)),
+        ([200, 200, 200, 100], 100, (F(1, 3), F(1, 3), F(1, 3), 0)),
+        ([25, 25, 25], F(75, 4), (F(1, 3), F(1, 3), F(1, 3))),
+        ([125, F(125, 2), F(125, 2)], F(125, 2), (1, 0, 0)),
+        ([50, 25, 50, 50], 25, (F(1, 3), 0, F(1, 3), F(1, 3))),
+        ([50, 40, 50, 50], F(95, 3), (F(11, 38), F(5, 38), F(11, 38), F(11, 38))),
+        ([7], None, (1,)),
+    ],
+)
+def test_shares_of_unequal_nodes(bandwidths, algbw, shares):
+    seconds, limits = share_limits(bandwidths)
+    assert seconds == (1 / F(algbw) if algbw else 0)
+    assert node_shares(bandwidths) == shares
+    assert len(limits) == len(bandwidths)
+
+
+@given(st.lists(st.one_of(st.integers(1, 400), st.floats(1, 1e12)), min_size=1, max_size=6))
+def test_shares_tile_the_buffer_and_respect_every_node(bandwidths):
+    seconds, _ = share_limits(bandwidths)
+    shares = node_shares(bandwidths)
+    count = len(bandwidths)
+    assert sum(shares) == 1
+    for share, bandwidth in zip(shares, bandwidths, strict=True):
+        assert share >= 0
+        if count > 1:
+            assert 1 + share * (count - 2) <= F(bandwidth) * seconds
+    if all(1 + F(count - 2, count) <= F(bandwidth) * seconds for bandwidth in bandwidths):
+        assert set(shares) == {F(1, count)}
+
+
+@pytest.mark.parametrize("bandwidths", [[], [1, 0], [1, -2.0], [float("inf"), 1], [float("nan")]])
+def test_shares_of_nonsense_are_refused(bandwidths):
+    with pytest.raises(PlanError, match=r"node|no nodes"):
+        node_shares(bandwidths)

@@ -5,9 +5,11 @@ receive and add, and switches only forward (no multicast, no addition inside a s
 arithmetic is generic: with rates given as ``fractions.Fraction`` the results are exact.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from topo_ar.errors import PlanError
@@ -174,3 +176,64 @@ def _describe(rates: Iterable[Rate], kind: RateKind) -> str:
 
 def _all_alike(nodes: tuple[NodeLevel, ...], rate: RateKind) -> bool:
     return len({_describe(node.nics, rate) for node in nodes}) == 1
+
+
+def share_limits(bandwidths: Sequence[Fraction | float]) -> tuple[Fraction, tuple[Fraction, ...]]:
+    """Return the least seconds per byte of nodes with unequal NICs, and how much each may root.
+
+    Each element has a root node, which sums it and sends it out again. A node that roots the share
+    w of S bytes sends and receives ``S (1 + w (n - 2))`` bytes: its own part of what others root,
+    and what it roots to and from n - 1 others. Hence, with C the nodes' bandwidths,
+    ``T / S = max(1 / min C, 2 (n - 1) / sum C)``, reached by any shares of which none is above its
+    limit ``(C_i T / S - 1) / (n - 2)``. The limits sum to 1 or more. With two nodes (or one) every
+    share will do, and each limit is 1.
+
+    Parameters
+    ----------
+    bandwidths : sequence of int, Fraction or float
+        What all NICs of each node carry together, in bytes/s in one direction. A float is taken
+        as the exact binary number that it is.
+
+    Raises
+    ------
+    PlanError
+        If there are no nodes or a bandwidth is not positive.
+    """
+    if not bandwidths:
+        raise PlanError("there are no nodes to share the buffer; name the bandwidth of each node")
+    for position, bandwidth in enumerate(bandwidths):
+        if not 0 < bandwidth < math.inf:
+            raise PlanError(
+                f"node {position} has NICs of {float(bandwidth):g} bytes/s in all; "
+                "the bandwidth of a node must be positive and finite"
+            )
+    capacities = [Fraction(bandwidth) for bandwidth in bandwidths]
+    count = len(capacities)
+    if count == 1:
+        return Fraction(0), (Fraction(1),)
+    slowest, total = min(capacities), sum(capacities)
+    seconds = max(1 / slowest, 2 * (count - 1) / total)
+    if count == 2:
+        return seconds, (Fraction(1),) * 2
+    return seconds, tuple((capacity * seconds - 1) / (count - 2) for capacity in capacities)
+
+
+def node_shares(bandwidths: Sequence[Fraction | float]) -> tuple[Fraction, ...]:
+    """Return which share of the buffer each node should root; the shares sum to exactly 1.
+
+    The shares respect `share_limits`, so that they reach its time, and are as equal as the limits
+    allow: if equal shares are optimal already, they are what is returned. A share may be 0.
+
+    Raises
+    ------
+    PlanError
+        If there are no nodes or a bandwidth is not positive.
+    """
+    _, limits = share_limits(bandwidths)
+    shares = [Fraction(0)] * len(limits)
+    left = Fraction(1)
+    ascending = sorted(range(len(limits)), key=limits.__getitem__)
+    for done, position in enumerate(ascending):
+        shares[position] = min(limits[position], left / (len(limits) - done))
+        left -= shares[position]
+    return tuple(shares)
