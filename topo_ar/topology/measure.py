@@ -8,7 +8,6 @@ from typing import Literal
 import msgspec
 
 from topo_ar.errors import TopologyError
-from topo_ar.topology.levels import NETWORK_KINDS, links_by_device, port_links, relays
 from topo_ar.topology.model import (
     Device,
     DeviceKind,
@@ -19,6 +18,7 @@ from topo_ar.topology.model import (
     Topology,
     validate,
 )
+from topo_ar.topology.ports import NETWORK_KINDS, links_by_device, port_links, relays
 
 Level = Literal["intra", "inter"]
 

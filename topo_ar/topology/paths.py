@@ -11,8 +11,8 @@ from enum import IntEnum
 
 from topo_ar.errors import TopologyError
 from topo_ar.topology.graph import RateKind, link_rate
-from topo_ar.topology.levels import carries_data
 from topo_ar.topology.model import DeviceKind, Link, LinkKind, Topology
+from topo_ar.topology.ports import carries_data
 
 
 class PathClass(IntEnum):
