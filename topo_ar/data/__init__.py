@@ -1,0 +1,1 @@
+"""Measurements that others published; ``published/SOURCES.md`` says where they are from."""
