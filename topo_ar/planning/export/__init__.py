@@ -1,0 +1,1 @@
+"""Plans and schedules in the formats of other programs, one target a module."""

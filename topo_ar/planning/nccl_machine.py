@@ -1,0 +1,63 @@
+"""A topology as NCCL's search sees it."""
+
+from topo_ar.errors import PlanError
+from topo_ar.planning.nccl_search import NcclMachine, nvlink_bytes_per_s
+from topo_ar.topology.levels import levels
+from topo_ar.topology.model import Device, DeviceKind, LinkKind, Topology
+from topo_ar.topology.ports import links_by_device
+
+# NVLink SHARP came with Hopper's switches.
+_FIRST_NVLS = 90
+
+
+def nccl_machine(topology: Topology) -> NcclMachine:
+    """Return the equal nodes of `topology` in NCCL's terms.
+
+    NVLinks count at NCCL's rate for their generation, NICs at the smaller of cable and PCIe link.
+    NVLS is taken to work where GPUs of compute capability 90 or more meet at an NVSwitch.
+
+    Raises
+    ------
+    PlanError
+        If a rank sits on no NVIDIA GPU of known compute capability, or the nodes are not alike.
+    """
+    devices = {device.id: device for device in topology.devices}
+    links = links_by_device(topology.links)
+    gpus = [devices[rank] for rank in topology.ranks]
+    capability = min((_capability(gpu) for gpu in gpus), default=0)
+    nodes = levels(topology).nodes
+    shapes = {(len(node.ranks), tuple(nic.nominal for nic in node.nics)) for node in nodes}
+    if len(shapes) > 1:
+        raise PlanError(
+            "the nodes differ in ranks or NICs, and NCCL's model is for equal nodes; "
+            "leave out the odd ones"
+        )
+    (ranks_per_node, nics) = shapes.pop()
+    counts = [
+        sum(link.count for link in links.get(gpu.id, ()) if link.kind is LinkKind.NVLINK)
+        for gpu in gpus
+    ]
+    nvlink = min(counts) > 0
+    rate = min(node.intra.nominal for node in nodes)
+    if nvlink:
+        rate = min(counts) * nvlink_bytes_per_s(capability)
+    switched = any(device.kind is DeviceKind.NVSWITCH for device in topology.devices)
+    return NcclMachine(
+        len(nodes),
+        ranks_per_node,
+        capability,
+        rate,
+        nics if len(nodes) > 1 else (),
+        nvlink=nvlink,
+        nvls=nvlink and switched and capability >= _FIRST_NVLS,
+    )
+
+
+def _capability(device: Device) -> int:
+    found = device.attributes.get("sm")
+    if device.kind is not DeviceKind.GPU or not str(found).isdigit():
+        raise PlanError(
+            f"the compute capability of {device.id} is not known, and NCCL's model needs it; "
+            "give the GPU the attribute sm, such as 90"
+        )
+    return int(str(found))
