@@ -16,7 +16,7 @@ from topo_ar.emulation.loopback import LoopbackCluster
 from topo_ar.errors import ConfigError
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.transports.segment import HOST_ID_ENV
-from topo_ar.integrations.trace import BucketTrace
+from topo_ar.telemetry.bucket_trace import BucketTrace
 from topo_ar.telemetry.records import read_records
 
 script = importlib.import_module("experiments.02_ddp_parity")

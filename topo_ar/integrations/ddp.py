@@ -21,8 +21,9 @@ from topo_ar.execution.torch_private import (
     registered_hooks,
     skips_unused,
 )
-from topo_ar.integrations.trace import BucketTrace, Recorder
+from topo_ar.integrations.trace import Recorder
 from topo_ar.planning.plan import Plan
+from topo_ar.telemetry.bucket_trace import BucketTrace
 from topo_ar.topology.model import Topology
 
 logger = logging.getLogger("topo_ar")

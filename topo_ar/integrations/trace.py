@@ -1,49 +1,12 @@
-"""The bucket trace of a DDP training: which bucket was ready when, and when it was reduced.
-
-Planner and simulator read it back as JSON. All times are seconds after the end of the step's last
-forward pass, which is when backward starts.
-"""
+"""Records the bucket trace of a DDP training from its hooks."""
 
 import time
 from collections import deque
-from pathlib import Path
 
-import msgspec
 import torch
 
 from topo_ar.execution.torch_private import GradBucket
-
-SCHEMA_VERSION = 1
-
-
-class BucketCall(msgspec.Struct):
-    """One call of the hook: `done_seconds` is None until the reduction has completed."""
-
-    index: int
-    numel: int
-    dtype: str
-    parameters: tuple[str, ...]
-    call_seconds: float
-    done_seconds: float | None = None
-
-
-class StepTrace(msgspec.Struct):
-    """The buckets of one synchronised backward pass, in call order."""
-
-    step: int
-    buckets: list[BucketCall]
-
-
-class BucketTrace(msgspec.Struct, frozen=True):
-    """The last steps of a training on one rank."""
-
-    world_size: int
-    steps: tuple[StepTrace, ...]
-    schema: int = SCHEMA_VERSION
-
-    def write(self, path: Path) -> None:
-        """Write the trace as JSON."""
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+from topo_ar.telemetry.bucket_trace import BucketCall, BucketTrace, StepTrace
 
 
 class Recorder:
@@ -77,12 +40,14 @@ class Recorder:
             self._steps.append(StepTrace(self._num_started, []))
             self._num_started += 1
         self._last_index = index
+        parameters = bucket.parameters()
         call = BucketCall(
             index=index,
             numel=tensor.numel(),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            parameters=tuple(self._names.get(id(p), "?") for p in bucket.parameters()),
+            parameters=tuple(self._names.get(id(p), "?") for p in parameters),
             call_seconds=time.monotonic() - self._backward_begin,
+            shapes=tuple(tuple(p.shape) for p in parameters),
         )
         self._steps[-1].buckets.append(call)
         return call
