@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
+
 from topo_ar.errors import TopologyError
 from topo_ar.topology.graph import RateKind, link_rate
 from topo_ar.topology.model import DeviceKind, Link, LinkKind, Topology
@@ -57,6 +59,9 @@ class _Edge:
     bandwidth: float | None
 
 
+_OFF_PCIE = (LinkKind.NVLINK, LinkKind.XGMI, LinkKind.C2C)
+
+
 class Paths:
     """The paths of a topology; searches are kept, so ask one instance for all pairs.
 
@@ -69,6 +74,9 @@ class Paths:
     """
 
     def __init__(self, topology: Topology, rate: RateKind = "effective") -> None:
+        self._topology = topology
+        self._on_pcie: Paths | None = None
+        self._counts: dict[tuple[str, LinkKind], dict[str, int]] | None = None
         self._devices = {device.id: device for device in topology.devices}
         self._edges = _edges(topology, rate)
         self._nics: dict[str | None, list[str]] = {}
@@ -120,6 +128,51 @@ class Paths:
         if best is PathClass.DIS:
             return NearestNics((), best)
         return NearestNics(tuple(nic for nic in nics if classes[nic] is best), best)
+
+    def nvidia_class(self, a: str, b: str) -> str | None:
+        """Return what ``nvidia-smi topo -m`` prints for a pair, None where it has no word for it.
+
+        ``NV4`` counts the NVLinks between two GPUs, direct or over NVSwitches; ``XGMI`` is
+        rocm-smi's word for a direct link. Otherwise the PCIe path counts: what NCCL calls PHB is
+        ``PHB`` under one host bridge and ``NODE`` between two, by the attribute ``host_bridge`` of
+        both devices, and ``PHB or NODE`` where that is not known.
+
+        Raises
+        ------
+        TopologyError
+            If one of them is no device.
+        """
+        if self.between(a, b).path_class is PathClass.LOC:
+            return "X"
+        if count := self._links_between(a, b, LinkKind.NVLINK):
+            return f"NV{count}"
+        if self._links_between(a, b, LinkKind.XGMI):
+            return "XGMI"
+        if self._on_pcie is None:
+            links = tuple(link for link in self._topology.links if link.kind not in _OFF_PCIE)
+            self._on_pcie = Paths(msgspec.structs.replace(self._topology, links=links))
+        path_class = self._on_pcie.between(a, b).path_class
+        if path_class >= PathClass.NET:
+            return None
+        if path_class is not PathClass.PHB:
+            return path_class.name
+        bridges = {self._devices[end].attributes.get("host_bridge") for end in (a, b)}
+        if None in bridges:
+            return "PHB or NODE"
+        return "PHB" if len(bridges) == 1 else "NODE"
+
+    def _links_between(self, a: str, b: str, kind: LinkKind) -> int:
+        """Return how many links join two GPUs directly, or over one switch of links."""
+        if self._counts is None:
+            self._counts = _counts(self._topology)
+        near = self._counts.get((a, kind), {})
+        far = self._counts.get((b, kind), {})
+        switched = [
+            min(count, far[middle])
+            for middle, count in near.items()
+            if middle in far and self._devices[middle].kind is DeviceKind.NVSWITCH
+        ]
+        return near.get(b, 0) + sum(switched)
 
     def _leaving(self, here: str, source: str, node: str | None) -> Iterator[_Edge]:
         """Yield the edges a path from `source` may take out of `here`, a GPU never being passed."""
@@ -206,6 +259,16 @@ def _edges(topology: Topology, rate: RateKind) -> dict[str, list[_Edge]]:
     for (a, b, path_class), width in widths.items():
         edges.setdefault(a, []).append(_Edge(b, path_class, None if math.isnan(width) else width))
     return edges
+
+
+def _counts(topology: Topology) -> dict[tuple[str, LinkKind], dict[str, int]]:
+    """Return the number of parallel links to each neighbour, by device and kind of link."""
+    counts: dict[tuple[str, LinkKind], dict[str, int]] = {}
+    for link in topology.links:
+        for end, far in ((link.a, link.b), (link.b, link.a)):
+            neighbours = counts.setdefault((end, link.kind), {})
+            neighbours[far] = neighbours.get(far, 0) + link.count
+    return counts
 
 
 def _link_class(link: Link, a: DeviceKind, b: DeviceKind) -> PathClass:
