@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tests.planning_cases import any_levels, cluster
 from topo_ar.errors import PlanError
 from topo_ar.planning.chunks import KIB, edge_nbytes, equal_chunks, tapered_chunks
-from topo_ar.planning.lowering import cut, lower
+from topo_ar.planning.lowering import lower
 from topo_ar.planning.plan import Family, Shards
 from topo_ar.planning.planner import plan
 from topo_ar.planning.runtime import Runtime
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
+from topo_ar.planning.step_list import cut
 from topo_ar.planning.verify import verify
 
 MIB = 1 << 20

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from topo_ar.errors import PlanError
 from topo_ar.planning.chunks import tapered_chunks
-from topo_ar.planning.lowering import cut
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
+from topo_ar.planning.step_list import cut
 
 
 @dataclass(frozen=True, slots=True)

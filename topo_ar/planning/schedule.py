@@ -9,12 +9,18 @@ of the flat buffer that ``group[i]`` owns:
   order, so that all get the same bits;
 * ``all_reduce``: handed to torch.distributed as a whole.
 
-A reduction to a leader is a reduce-scatter in which the leader owns everything.
+A reduction to a leader or a parent is a reduce-scatter in which that rank owns everything, a
+broadcast an all-gather from it; between two ranks they are a message.
 """
 
+import hashlib
 from enum import StrEnum
 
 import msgspec
+
+from topo_ar.errors import PlanError
+
+SCHEDULE_SCHEMA_VERSION = 1
 
 
 class Op(StrEnum):
@@ -27,9 +33,28 @@ class Op(StrEnum):
 
 
 class Stage(StrEnum):
-    """Where in the hierarchy a step stands; the names that errors and traces use."""
+    """Where in the algorithm a step stands; the names that errors and traces use.
+
+    ``island`` steps stay in a part of a node, ``intra`` steps in a node (across its islands, where
+    it has any), ``rack`` steps in a rack, ``inter`` steps lead between nodes, or between racks
+    where there are any. The other stages have no place in a hierarchy.
+    """
 
     FLAT = "flat_all_reduce"
+    RING_REDUCE_SCATTER = "ring_reduce_scatter"
+    RING_ALL_GATHER = "ring_all_gather"
+    TREE_REDUCE = "tree_reduce"
+    TREE_BROADCAST = "tree_broadcast"
+    FOLD = "fold_surplus_ranks"
+    HALVING = "recursive_halving"
+    DOUBLING = "recursive_doubling"
+    UNFOLD = "unfold_surplus_ranks"
+    DIRECT_REDUCE_SCATTER = "direct_reduce_scatter"
+    DIRECT_ALL_GATHER = "direct_all_gather"
+    ISLAND_REDUCE_SCATTER = "island_reduce_scatter"
+    ISLAND_ALL_GATHER = "island_all_gather"
+    RACK_REDUCE_SCATTER = "rack_reduce_scatter"
+    RACK_ALL_GATHER = "rack_all_gather"
     INTRA_REDUCE_SCATTER = "intra_reduce_scatter"
     INTER_EXCHANGE = "inter_exchange"
     INTER_REDUCE_SCATTER = "inter_reduce_scatter"
@@ -61,3 +86,33 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     numel: int
     itemsize: int
     steps: tuple[Step, ...]
+    schema: int = SCHEDULE_SCHEMA_VERSION
+
+    @property
+    def hash(self) -> str:
+        """The first 16 hex digits of the SHA-256 of the JSON: equal schedules, equal hash."""
+        return hashlib.sha256(self.to_json()).hexdigest()[:16]
+
+    def to_json(self) -> bytes:
+        """Return the schedule as UTF-8 JSON in one stable order of keys."""
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_json(text: bytes | str) -> "Schedule":
+        """Read a schedule; `verify.verify` says whether it is a correct all-reduce.
+
+        Raises
+        ------
+        PlanError
+            If `text` is not a schedule of a known schema; the message names the field.
+        """
+        try:
+            schedule = msgspec.json.decode(text, type=Schedule)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise PlanError(f"not a schedule: {error}; lower a plan to make one") from None
+        if schedule.schema != SCHEDULE_SCHEMA_VERSION:
+            raise PlanError(
+                f"schedule schema {schedule.schema} is not known; "
+                f"this version reads {SCHEDULE_SCHEMA_VERSION}"
+            )
+        return schedule
