@@ -441,7 +441,7 @@ def test_several_hosts_in_one_file() -> None:
         ("<system version='1'></system>", "text:1: <system> holds no <cpu>"),
         ("<system><cpu/></system>", "text:1: attribute version of <system>: found none"),
         ("\n\n<system version='7'><cpu/></system>", "text:3: .*found 7, known is 1"),
-        ("<topology version='2.0'/>", "<topology> is no known root"),
+        ("<tree version='2.0'/>", "<tree> is no known root"),
         ("<system version='1'><cpu numaid='0'><pci/></cpu></system>", "no busid"),
         ("<system version='1'>\n<cpu numaid='x'/></system>", "text:2: numaid='x' of <cpu>"),
         ("<system", "text:1: not well-formed"),

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Topology
-from topo_ar.topology.readers import nccl_xml, topology_json
+from topo_ar.topology.readers import hwloc_xml, nccl_xml, topology_json
 
 
 class _Reader(Protocol):
@@ -21,7 +21,7 @@ class _Reader(Protocol):
     def read_text(self, text: str, name: str) -> Topology: ...
 
 
-_READERS: tuple[_Reader, ...] = (topology_json, nccl_xml)
+_READERS: tuple[_Reader, ...] = (topology_json, hwloc_xml, nccl_xml)
 
 
 @dataclass(frozen=True, slots=True)

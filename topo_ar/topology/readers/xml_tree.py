@@ -4,7 +4,7 @@ import io
 from dataclasses import dataclass, field
 from xml.sax import SAXException, SAXParseException
 from xml.sax.handler import ContentHandler
-from xml.sax.xmlreader import AttributesImpl, Locator
+from xml.sax.xmlreader import AttributesImpl, InputSource, Locator
 
 import defusedxml.sax
 from defusedxml import DefusedXmlException
@@ -16,13 +16,17 @@ _MAX_DEPTH = 256
 
 @dataclass(slots=True)
 class Element:
-    """An element: its tag, attributes, children in file order, and the file and line it is in."""
+    """An element: its tag, attributes, children in file order, and the file and line it is in.
+
+    `pieces` are the text directly inside it.
+    """
 
     tag: str
     attributes: dict[str, str]
     file: str
     line: int
     children: list["Element"] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
 
     @property
     def place(self) -> str:
@@ -81,8 +85,12 @@ def parse(text: str, file: str) -> Element:
     """
     body = text.lstrip("\ufeff \t\r\n")
     builder = _Builder(file, text[: len(text) - len(body)].count("\n"))
+    source = InputSource()
+    source.setByteStream(io.BytesIO(body.encode()))
+    # What the declaration says no longer holds: the bytes have been decoded before.
+    source.setEncoding("utf-8")
     try:
-        defusedxml.sax.parse(io.BytesIO(body.encode()), builder)
+        defusedxml.sax.parse(source, builder)
     except SAXParseException as error:
         line = (error.getLineNumber() or 1) + builder.skipped
         raise TopologyError(f"{file}:{line}: not well-formed XML: {error.getMessage()}") from None
@@ -115,6 +123,10 @@ class _Builder(ContentHandler):
         else:
             self.root = element
         self._open.append(element)
+
+    def characters(self, content: str) -> None:
+        if self._open:
+            self._open[-1].pieces.append(content)
 
     def endElement(self, name: str) -> None:  # noqa: N802
         self._open.pop()
