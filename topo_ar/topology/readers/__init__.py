@@ -10,7 +10,13 @@ from typing import Protocol
 
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Topology
-from topo_ar.topology.readers import hwloc_xml, nccl_xml, topology_json
+from topo_ar.topology.readers import (
+    hwloc_xml,
+    ibnetdiscover,
+    nccl_xml,
+    nvidia_topo,
+    topology_json,
+)
 
 
 class _Reader(Protocol):
@@ -21,7 +27,13 @@ class _Reader(Protocol):
     def read_text(self, text: str, name: str) -> Topology: ...
 
 
-_READERS: tuple[_Reader, ...] = (topology_json, hwloc_xml, nccl_xml)
+_READERS: tuple[_Reader, ...] = (
+    topology_json,
+    hwloc_xml,
+    nccl_xml,
+    ibnetdiscover,
+    nvidia_topo,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,9 @@ def describe(path_or_text: str | Path) -> Description:
             return Description(reader.FORMAT, reader.read_text(text, name))
     known = ", ".join(reader.FORMAT for reader in _READERS)
     if not text.strip():
-        raise TopologyError(f"{name}: is empty; known formats are {known}")
+        raise TopologyError(
+            f"{name}: is empty, so the command that wrote it failed; known formats are {known}"
+        )
     raise TopologyError(
         f"{name}: the content is in no known format ({known}); "
         f"it starts with {text.strip().splitlines()[0][:60]!r}"
