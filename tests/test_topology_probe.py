@@ -23,6 +23,7 @@ from topo_ar.topology.model import (
     from_json,
     to_json,
 )
+from topo_ar.topology.nvml_ask import ask_nvml
 from topo_ar.topology.paths import PathClass, Paths
 from topo_ar.topology.probe import probe
 
@@ -191,7 +192,7 @@ def reason(topology: Topology, name: str) -> str:
 
 def without_gpu(tree: Tree, kernel: Kernel, num_ranks: int | None = None) -> Topology:
     nvml = FakeNvml(init_error=FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    topology = probe(num_ranks, sysfs=tree.root, kernel=kernel, nvml=nvml)
+    topology = probe(num_ranks, sysfs=tree.root, kernel=kernel, nvml=ask_nvml(nvml))
     assert from_json(to_json(topology)) == topology
     return topology
 
@@ -301,7 +302,9 @@ def test_gpus_behind_switches_find_their_nics(tree: Tree) -> None:
     down = tree.pci("0000:00:05.0", "0000:50:00.0", numa_node=0)
     tree.rdma("mlx5_2", down, "10 Gb/sec (4X SDR)", state="1: DOWN")
     nvml = FakeNvml((GPU0, ["switch"] * 18), (GPU1, ["switch"] * 18))
-    topology = probe(2, sysfs=tree.root, kernel=FakeKernel({"eno1", "ib0", "ib1"}), nvml=nvml)
+    topology = probe(
+        2, sysfs=tree.root, kernel=FakeKernel({"eno1", "ib0", "ib1"}), nvml=ask_nvml(nvml)
+    )
     assert not nvml.is_open
     assert topology.ranks == ("node0/gpu0", "node0/gpu1")
     assert [nic.attributes["name"] for nic in nics(topology)] == ["mlx5_0", "mlx5_1", "eno1"]
@@ -329,7 +332,7 @@ def test_a_slower_or_an_emulated_port_above(tree: Tree) -> None:
     tree.pci("0000:00:02.0", gts=2.5, width=1)
     tree.pci("0000:00:02.0", "0000:02:00.0", gts=32, width=16, numa_node=0)
     nvml = FakeNvml(("0000:01:00.0", []), ("0000:02:00.0", []))
-    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=nvml)
+    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=ask_nvml(nvml))
     figures = {link.a: link.effective.value for link in topology.links if link.effective}
     assert figures == {"node0/gpu0": 12e9, "node0/gpu1": 48e9}
     assert any("0000:02:00.0: the port above claims 2.5 GT/s x1" in n for n in topology.notes)
@@ -338,10 +341,10 @@ def test_a_slower_or_an_emulated_port_above(tree: Tree) -> None:
 def test_direct_links_inactive_links_and_errors(tree: Tree) -> None:
     gpu_machine(tree)
     nvml = FakeNvml((GPU0, [GPU1] * 4 + [None, 999]), (GPU1, [GPU0] * 4 + [None, None]))
-    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=nvml)
+    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=ask_nvml(nvml))
     [link] = [link for link in topology.links if link.kind is LinkKind.NVLINK]
     assert (link.count, link.nominal and link.nominal.value) == (4, 100e9)
-    assert "node0/gpu0: 1 NVLinks are inactive" in topology.notes
+    assert "node0/gpu0: 1 NVLink is inactive" in topology.notes
     assert any(
         "gpu0 link 5: nvmlDeviceGetNvLinkState failed (error 999)" in note
         for note in topology.notes
@@ -351,7 +354,7 @@ def test_direct_links_inactive_links_and_errors(tree: Tree) -> None:
 def test_a_gpu_that_lost_its_links_is_named(tree: Tree) -> None:
     gpu_machine(tree)
     nvml = FakeNvml((GPU0, ["hidden"] * 18), (GPU1, [4] * 18))
-    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=nvml)
+    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=ask_nvml(nvml))
     assert any(
         "gpu1: shows 0 NVLink or XGMI links, others of its node 18" in note
         for note in topology.notes
@@ -363,11 +366,11 @@ def test_a_lost_gpu_and_mig_are_said(tree: Tree) -> None:
     gpu_machine(tree)
     nvml = FakeNvml((GPU0, ["switch"] * 18), (GPU1, ["switch"] * 18))
     nvml.lost = {1}
-    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=nvml)
+    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=ask_nvml(nvml))
     assert topology.ranks == ("node0/gpu0",)
     assert any("gpu1: nvmlDeviceGetHandleByIndex failed" in note for note in topology.notes)
     nvml.lost, nvml.mig = set(), {0, 1}
-    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=nvml)
+    topology = probe(sysfs=tree.root, kernel=FakeKernel(set()), nvml=ask_nvml(nvml))
     assert not any(link.kind is LinkKind.NVLINK for link in topology.links)
     assert sum("MIG is on" in note for note in topology.notes) == 2
 
@@ -376,7 +379,7 @@ def test_a_driver_that_is_not_loaded_is_not_a_machine_without_gpus(tree: Tree) -
     gpu_machine(tree)
     tree.write(tree.root / "bus/pci/devices" / GPU0, **{"class": "0x030200", "vendor": "0x10de"})
     nvml = FakeNvml(init_error=FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    topology = probe(2, sysfs=tree.root, kernel=FakeKernel(set()), nvml=nvml)
+    topology = probe(2, sysfs=tree.root, kernel=FakeKernel(set()), nvml=ask_nvml(nvml))
     assert topology.ranks == ("node0/cpu0", "node0/cpu1")
     assert any("nvmlInit failed (error 9)" in note for note in topology.notes)
     assert any(f"PCI shows 1 GPUs that could not be asked ({GPU0})" in n for n in topology.notes)
@@ -385,7 +388,7 @@ def test_a_driver_that_is_not_loaded_is_not_a_machine_without_gpus(tree: Tree) -
 def test_more_ranks_than_gpus_sit_on_cpus(tree: Tree) -> None:
     gpu_machine(tree)
     nvml = FakeNvml((GPU0, []), (GPU1, []))
-    topology = probe(3, sysfs=tree.root, kernel=FakeKernel(set()), nvml=nvml)
+    topology = probe(3, sysfs=tree.root, kernel=FakeKernel(set()), nvml=ask_nvml(nvml))
     assert topology.ranks == ("node0/cpu0", "node0/cpu1", "node0/cpu2")
     assert "3 ranks are more than 2 GPUs; they sit on CPUs" in topology.notes
     assert levels(topology).world_size == 3

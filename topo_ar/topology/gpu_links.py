@@ -6,9 +6,9 @@ other is believed, and either is said in a note.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from topo_ar.topology.model import Device, DeviceKind, Link, LinkKind, Source
+from topo_ar.topology.model import Device, DeviceKind, Figure, Link, LinkKind, Source
 from topo_ar.topology.rates import Rates, nvlink_rates, xgmi_rates
 
 Counts = Counter[tuple[str, str, LinkKind]]
@@ -17,11 +17,15 @@ Counts = Counter[tuple[str, str, LinkKind]]
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """What the rate of a GPU's links depends on: its compute capability or AMD architecture."""
+    """What the rate of a GPU's links depends on: its compute capability or AMD architecture.
+
+    `nvlink` is what the GPU itself says one NVLink carries, in bytes/s; it replaces the data sheet.
+    """
 
     node: str
     sm: int | None = None
     gcn: str | None = None
+    nvlink: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,9 @@ class GpuLinks:
     links: tuple[Link, ...]
     switches: tuple[Device, ...]
     notes: tuple[str, ...]
+
+
+NO_LINKS = GpuLinks((), (), ())
 
 
 def nvswitch(node: str) -> str:
@@ -86,7 +93,11 @@ def connect_gpus(
 def _rates(gpu: GpuModel, kind: LinkKind, count: int, source: Source) -> Rates:
     if kind is LinkKind.XGMI:
         return xgmi_rates(gpu.gcn, count, source)
-    return nvlink_rates(gpu.sm, count, source)
+    rates = nvlink_rates(gpu.sm, count, source)
+    if gpu.nvlink is None:
+        return rates
+    note = f"{count} NVLink x {gpu.nvlink / 1e9:g} GB/s, as the GPU says"
+    return replace(rates, nominal=Figure(count * gpu.nvlink, source, note))
 
 
 def _disagreement(a: str, b: str, kind: LinkKind, count: int, back: int | None) -> str:

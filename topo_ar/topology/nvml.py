@@ -1,15 +1,15 @@
-"""The NVIDIA GPUs of this machine and their NVLinks, asked from NVML.
+"""The NVIDIA GPUs of a machine and their NVLinks, concluded from what NVML answered.
 
-A call that fails is said with its name, device and error. It means "not known", never "not there".
+A call that failed is said with its name, device and error. It means "not known", never "not there".
 """
 
-import importlib
-import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
+from topo_ar.topology.cuda_order import cuda_order, visibility_note
 from topo_ar.topology.gpu_links import (
+    NO_LINKS,
     Counts,
     GpuLinks,
     GpuModel,
@@ -18,18 +18,53 @@ from topo_ar.topology.gpu_links import (
     nvswitch,
 )
 from topo_ar.topology.model import LinkKind, Source
+from topo_ar.topology.nvml_answers import (
+    FabricAnswer,
+    Failure,
+    GpuAnswer,
+    LinkAnswer,
+    NvmlAnswers,
+)
 
-_NO_LINKS = GpuLinks((), (), ())
+_LIBRARY_NOT_FOUND = 12
+_NOT_SUPPORTED = 3
+_LINK_ENABLED = 1
+_SWITCH, _IBM_NPU = 2, 1
+# Mbyte/s of signalling that NVML reports for links whose payload is less: NVLink 4 and 5.
+_RAW_SPEED = {26562: 25e9, 53125: 50e9}
+_P2P_WORDS = {
+    1: "the chipset does not support it",
+    2: "the GPU does not support it",
+    3: "the topology does not support it",
+    4: "a registry key disables it",
+    5: "it is not supported",
+    6: "NVML does not know",
+}
+_FABRIC_STATES = {1: "not started", 2: "in progress"}
+# Two bits each of the health mask (nvml.h); 1 means true. Four bits tell a wrong configuration.
+_FABRIC_HEALTH = {
+    0: "its bandwidth is degraded",
+    2: "a route is being recovered",
+    4: "a route is unhealthy",
+    6: "an access timeout is being recovered",
+}
+_FABRIC_CONFIGURATION_SHIFT, _INSUFFICIENT_NVLINKS = 8, 5
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as NVML has it; `busid` is in sysfs spelling, ``0000:03:00.0``."""
+    """A GPU as NVML has it; `busid` is in sysfs spelling, ``0000:03:00.0``.
+
+    `numa` lists the NUMA nodes that NVML holds to be nearest, empty where it does not know.
+    `attributes` are what a device keeps beside bus id, name and compute capability.
+    """
 
     device: str
     busid: str
     name: str
     sm: int | None
+    numa: tuple[int, ...] = ()
+    attributes: dict[str, str | int | float | bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,141 +72,220 @@ class Gpus:
     """All GPUs in NVML's order, the links between them, and what could not be found out."""
 
     gpus: tuple[Gpu, ...] = ()
-    links: GpuLinks = _NO_LINKS
+    links: GpuLinks = NO_LINKS
     notes: tuple[str, ...] = ()
 
 
-def probe_gpus(node: str, library: Any = None) -> Gpus:
-    """Return the GPUs of this machine.
+def conclude(answers: NvmlAnswers, node: str) -> Gpus:
+    """Return the GPUs that `answers` describe.
 
     Parameters
     ----------
+    answers : NvmlAnswers
+        Asked on this machine or recorded on another.
     node : str
         Name of the node, the first part of the ids.
-    library : module, optional
-        The binding to NVML; ``pynvml`` when left out.
     """
-    if library is None:
-        try:
-            library = importlib.import_module("pynvml")
-        except ImportError:
-            return Gpus(notes=("pynvml is not installed, so no NVIDIA GPU was looked for",))
-    try:
-        library.nvmlInit()
-    except library.NVMLError as error:
-        if error.value == library.NVML_ERROR_LIBRARY_NOT_FOUND:
-            return Gpus(notes=("no NVML library on this machine, so no NVIDIA GPU was looked for",))
-        return Gpus(notes=(f"nvmlInit failed ({error}), so what GPUs there are is not known",))
-    try:
-        return _Inquiry(library, node).gpus()
-    finally:
-        library.nvmlShutdown()
+    if answers.absent is not None:
+        return Gpus(notes=(_why_absent(answers.absent),))
+    return _Conclusion(answers, node).gpus()
 
 
-@dataclass(slots=True)
-class _Inquiry:
-    library: Any
-    node: str
-    notes: list[str] = field(default_factory=list)
+def _why_absent(failure: Failure) -> str:
+    if failure.call.startswith("import"):
+        return "pynvml is not installed, so no NVIDIA GPU was looked for"
+    if failure.error == _LIBRARY_NOT_FOUND:
+        return "no NVML library on this machine, so no NVIDIA GPU was looked for"
+    return f"{failure}, so what GPUs there are is not known"
+
+
+class _Conclusion:
+    def __init__(self, answers: NvmlAnswers, node: str) -> None:
+        self.answers = answers
+        self.node = node
+        self.notes: list[str] = []
 
     def gpus(self) -> Gpus:
-        count = self._ask("nvmlDeviceGetCount", "this machine") or 0
-        handles = dict[str, Any]()
-        gpus = []
-        for index in range(count):
-            device = f"{self.node}/gpu{index}"
-            handle = self._ask("nvmlDeviceGetHandleByIndex", device, index)
-            info = handle and self._ask("nvmlDeviceGetPciInfo", device, handle)
-            if info:
-                handles[device] = handle
-                gpus.append(self._describe(device, handle, _busid(info.busId)))
-        if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-            self.notes.append(
-                "CUDA_VISIBLE_DEVICES is set; GPUs are listed all, in the order of NVML, "
-                "which need not be that of CUDA"
-            )
+        if isinstance(self.answers.count, Failure):
+            self._unknown("this machine", self.answers.count)
+        answered = [gpu for gpu in self.answers.gpus if self._has_busid(gpu)]
+        found = [self._gpu(answer) for answer in answered]
+        by_busid = {gpu.busid: gpu.device for gpu in found}
         counts: Counts = Counter()
-        asked = [gpu.device for gpu in gpus if self._count(gpu, handles[gpu.device], gpus, counts)]
-        models = {gpu.device: GpuModel(self.node, gpu.sm) for gpu in gpus}
+        asked = [
+            gpu.device
+            for gpu, answer in zip(found, answered, strict=True)
+            if self._count(gpu, answer, by_busid, counts)
+        ]
+        models = {
+            gpu.device: GpuModel(self.node, gpu.sm, nvlink=self._speed(gpu, answer))
+            for gpu, answer in zip(found, answered, strict=True)
+        }
         links = connect_gpus(models, counts, Source.NVML, asked)
-        return Gpus(tuple(gpus), links, (*self.notes, *links.notes))
+        if note := visibility_note(self.answers):
+            self.notes.append(note)
+        self.notes += self._pair_notes()
+        self.notes += self._fabric_notes()
+        return Gpus(tuple(found), links, (*self.notes, *links.notes))
 
-    def _ask(self, call: str, device: str, *arguments: Any) -> Any:
-        """Return the answer of a call, or None and a note that says why there is none."""
-        try:
-            return getattr(self.library, call)(*arguments)
-        except self.library.NVMLError as error:
-            self.notes.append(f"{device}: {call} failed ({error}); what it would say is not known")
-            return None
+    def _device(self, index: int) -> str:
+        return f"{self.node}/gpu{index}"
 
-    def _describe(self, device: str, handle: Any, busid: str) -> Gpu:
-        name = self._ask("nvmlDeviceGetName", device, handle) or "GPU"
-        capability = self._ask("nvmlDeviceGetCudaComputeCapability", device, handle)
+    def _unknown(self, where: str, failure: Failure) -> None:
+        self.notes.append(f"{where}: {failure}; what it would say is not known")
+
+    def _has_busid(self, answer: GpuAnswer) -> bool:
+        if isinstance(answer.busid, Failure):
+            self._unknown(self._device(answer.index), answer.busid)
+            return False
+        return True
+
+    def _gpu(self, answer: GpuAnswer) -> Gpu:
+        device = self._device(answer.index)
+        for value in (answer.name, answer.capability):
+            if isinstance(value, Failure):
+                self._unknown(device, value)
+        attributes: dict[str, str | int | float | bool] = {"index": answer.index}
+        if isinstance(answer.uuid, str):
+            attributes["uuid"] = answer.uuid
+        if isinstance(answer.mig, int) and answer.mig:
+            attributes["mig"] = True
+        if isinstance(answer.fabric, FabricAnswer) and int(answer.fabric.cluster or "0", 16):
+            attributes["fabric_cluster"] = answer.fabric.cluster
+            attributes["fabric_clique"] = answer.fabric.clique
+        if isinstance(answer.c2c_links, int) and answer.c2c_links:
+            attributes["c2c_links"] = answer.c2c_links
+            if isinstance(answer.c2c_megabytes_per_s, int):
+                attributes["c2c_megabytes_per_s"] = answer.c2c_megabytes_per_s
+        position = cuda_order(self.answers).get(answer.index)
+        if position is not None:
+            attributes["cuda_index"] = position
         return Gpu(
             device,
-            busid,
-            name.decode() if isinstance(name, bytes) else name,
-            capability[0] * 10 + capability[1] if capability else None,
+            _busid(str(answer.busid)),
+            answer.name if isinstance(answer.name, str) else "GPU",
+            answer.capability[0] * 10 + answer.capability[1]
+            if isinstance(answer.capability, tuple)
+            else None,
+            answer.memory_numa if isinstance(answer.memory_numa, tuple) else (),
+            attributes,
         )
 
-    def _count(self, gpu: Gpu, handle: Any, gpus: list[Gpu], counts: Counts) -> bool:
+    def _count(self, gpu: Gpu, answer: GpuAnswer, by_busid: dict[str, str], counts: Counts) -> bool:
         """Count the active links of `gpu` by far end; return whether it could be asked."""
-        nvml = self.library
-        if self._in_mig_mode(handle):
-            self.notes.append(f"{gpu.device}: MIG is on, so its instances have no NVLink")
+        if gpu.attributes.get("mig"):
+            self.notes.append(
+                f"{gpu.device}: MIG is on, so its instances have no NVLink and no peer access; "
+                "pairs meet in the host's memory"
+            )
             return False
         inactive = 0
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            try:
-                if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
-                    inactive += 1
-                    continue
-            except nvml.NVMLError as error:
-                if error.value == nvml.NVML_ERROR_INVALID_ARGUMENT or (
-                    error.value == nvml.NVML_ERROR_NOT_SUPPORTED and link == 0
-                ):
-                    break
-                self.notes.append(
-                    f"{gpu.device} link {link}: nvmlDeviceGetNvLinkState failed ({error}); "
-                    "whether it works is not known"
-                )
+        for link in answer.links:
+            if link.state == 0:
+                inactive += 1
                 continue
-            far = self._far_end(gpu, handle, link, gpus)
+            far = self._far_end(gpu, link, by_busid)
             if far is not None:
                 counts[gpu.device, far, LinkKind.NVLINK] += 1
         if inactive:
-            self.notes.append(f"{gpu.device}: {inactive} NVLinks are inactive")
+            plural = "NVLinks are" if inactive > 1 else "NVLink is"
+            self.notes.append(f"{gpu.device}: {inactive} {plural} inactive")
         return True
 
-    def _in_mig_mode(self, handle: Any) -> bool:
-        try:
-            return bool(self.library.nvmlDeviceGetMigMode(handle)[0])
-        except self.library.NVMLError:
-            # GPUs that know no MIG do not support the question.
-            return False
-
-    def _far_end(self, gpu: Gpu, handle: Any, link: int, gpus: list[Gpu]) -> str | None:
-        """Return where a link leads; the type is asked first, all that is told of a switch."""
-        nvml = self.library
-        where = f"{gpu.device} link {link}"
-        kind = self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", where, handle, link)
-        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            return nvswitch(self.node)
-        info = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", where, handle, link)
-        if info is None:
+    def _far_end(self, gpu: Gpu, link: LinkAnswer, by_busid: dict[str, str]) -> str | None:
+        where = f"{gpu.device} link {link.link}"
+        if isinstance(link.state, Failure):
+            self.notes.append(f"{where}: {link.state}; whether it works is not known")
             return None
-        busid = _busid(info.busId)
+        if link.state != _LINK_ENABLED:
+            self.notes.append(f"{where}: is in state {link.state} and carries nothing now")
+            return None
+        if link.p2p == 0:
+            self.notes.append(f"{where}: does not support peer access and is left out")
+            return None
+        if isinstance(link.remote_type, Failure):
+            self._unknown(where, link.remote_type)
+        if link.remote_type == _SWITCH:
+            return nvswitch(self.node)
+        if isinstance(link.remote_busid, Failure) or link.remote_busid is None:
+            if isinstance(link.remote_busid, Failure):
+                self._unknown(where, link.remote_busid)
+            return None
+        busid = _busid(link.remote_busid)
         if is_sentinel(busid):
             return nvswitch(self.node)
-        peers = [other.device for other in gpus if other.busid == busid and other != gpu]
-        if not peers:
+        far = by_busid.get(busid)
+        if link.remote_type == _IBM_NPU:
+            self.notes.append(f"{where}: leads to the CPU ({busid}), not to a GPU")
+        elif far is None or far == gpu.device:
             self.notes.append(f"{where}: leads to {busid}, which is no GPU that NVML lists")
-            return None
-        return peers[0]
+        return None if far == gpu.device else far
+
+    def _speed(self, gpu: Gpu, answer: GpuAnswer) -> float | None:
+        """Return what NVML says each link carries, in bytes/s of payload."""
+        speeds = {
+            _RAW_SPEED.get(link.speed, link.speed * 1e6)
+            for link in answer.links
+            if isinstance(link.speed, int) and link.speed and link.state == _LINK_ENABLED
+        }
+        if len(speeds) > 1:
+            shown = ", ".join(f"{speed / 1e9:g}" for speed in sorted(speeds))
+            self.notes.append(
+                f"{gpu.device}: its NVLinks differ in speed ({shown} GB/s); the slower ones may be "
+                "retraining or degraded"
+            )
+        return min(speeds, default=None)
+
+    def _pair_notes(self) -> Iterator[str]:
+        """Say which pairs of GPUs may not read each other directly, once for each reason."""
+        by_reason: dict[int, list[str]] = {}
+        for pair in self.answers.pairs:
+            worst = max(
+                (s for s in (pair.p2p_read, pair.p2p_write) if isinstance(s, int)), default=0
+            )
+            if worst:
+                by_reason.setdefault(worst, []).append(f"{pair.a}-{pair.b}")
+        for status, found in by_reason.items():
+            shown = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
+            pairs = f"{len(found)} pair{'s' if len(found) > 1 else ''}"
+            yield (
+                f"no peer access between {pairs} of GPUs ({shown}): "
+                f"{_P2P_WORDS.get(status, f'status {status}')}; they meet in the host's memory"
+            )
+
+    def _fabric_notes(self) -> Iterator[str]:
+        cliques: dict[tuple[str, int], list[int]] = {}
+        for gpu in self.answers.gpus:
+            fabric = gpu.fabric
+            if not isinstance(fabric, FabricAnswer):
+                continue
+            device = self._device(gpu.index)
+            if fabric.state in _FABRIC_STATES:
+                yield (
+                    f"{device}: registration with the NVLink fabric is "
+                    f"{_FABRIC_STATES[fabric.state]}; NVLink to other trays does not work before"
+                )
+            for text in _unhealthy(fabric.health or 0):
+                yield f"{device}: the NVLink fabric says that {text}"
+            if int(fabric.cluster or "0", 16):
+                cliques.setdefault((fabric.cluster, fabric.clique), []).append(gpu.index)
+        if len(cliques) > 1:
+            shown = " and ".join(map(str, cliques.values()))
+            yield (
+                f"GPUs {shown} are in {len(cliques)} NVLink fabric cliques: there is no NVLink "
+                "between them"
+            )
 
 
-def _busid(raw: bytes | str) -> str:
+def _unhealthy(health: int) -> Iterator[str]:
+    for shift, text in _FABRIC_HEALTH.items():
+        if health >> shift & 3 == 1:
+            yield text
+    if health >> _FABRIC_CONFIGURATION_SHIFT & 15 == _INSUFFICIENT_NVLINKS:
+        yield "it has too few NVLinks for its configuration"
+
+
+def _busid(raw: str) -> str:
     """Return a bus id in sysfs spelling: NVML writes eight digits for the domain."""
-    text = (raw.decode() if isinstance(raw, bytes) else raw).lower()
-    domain, _, rest = text.partition(":")
-    return f"{domain[-4:] if is_sentinel(text) else format(int(domain, 16), '04x')}:{rest}"
+    domain, _, rest = raw.lower().partition(":")
+    return f"{domain[-4:] if is_sentinel(raw.lower()) else format(int(domain, 16), '04x')}:{rest}"

@@ -1,24 +1,27 @@
-"""The topology of this one machine: GPUs from NVML, everything else from /sys."""
+"""The topology of this one machine: NVIDIA GPUs from NVML, everything else from /sys."""
 
 import os
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from topo_ar.errors import ConfigError
 from topo_ar.topology.interfaces import Interface, Kernel, find_interfaces
+from topo_ar.topology.kfd import probe_amd_gpus
 from topo_ar.topology.model import (
     Device,
     DeviceKind,
+    Figure,
     Link,
     LinkKind,
     Source,
     Topology,
     validate,
 )
-from topo_ar.topology.nvml import Gpu, probe_gpus
+from topo_ar.topology.nvml import Gpu, conclude
+from topo_ar.topology.nvml_answers import NvmlAnswers
+from topo_ar.topology.nvml_ask import ask_nvml
 from topo_ar.topology.presets import FABRIC, shm_link
 from topo_ar.topology.rates import Rates, interconnect_rate
 from topo_ar.topology.sysfs import (
@@ -41,7 +44,7 @@ def probe(
     *,
     sysfs: Path = Path("/sys"),
     kernel: Kernel | None = None,
-    nvml: Any = None,
+    nvml: NvmlAnswers | None = None,
 ) -> Topology:
     """Return the topology of this machine. Nothing is measured and nothing needs root.
 
@@ -56,8 +59,8 @@ def probe(
         Root of the kernel's description of its devices.
     kernel : Kernel, optional
         Asked for what sysfs does not tell.
-    nvml : module, optional
-        Binding to NVML; ``pynvml`` when left out.
+    nvml : NvmlAnswers, optional
+        Recorded answers of NVML; it is asked when left out.
 
     Raises
     ------
@@ -67,20 +70,30 @@ def probe(
     if num_ranks is not None and num_ranks < 1:
         raise ConfigError(f"{num_ranks} ranks are not possible; take at least 1")
     draft = _Draft(sysfs)
-    found = probe_gpus(NODE, nvml)
+    found = conclude(ask_nvml() if nvml is None else nvml, NODE)
     draft.notes += found.notes
-    if found.gpus:
+    gpus, links = found.gpus, found.links
+    if not gpus:
+        amd = probe_amd_gpus(sysfs, NODE)
+        draft.notes += amd.notes
+        links = amd.links
+        gpus = tuple(
+            Gpu(gpu.device, gpu.busid, f"AMD {gpu.gfx}", None, attributes={"gcn": gpu.gfx})
+            for gpu in amd.gpus
+        )
+    if gpus:
         draft.add_numa_nodes()
-    for gpu in found.gpus:
+    for gpu in gpus:
         draft.add_gpu(gpu)
-    draft.devices += found.links.switches
-    draft.links += found.links.links
-    if len(found.gpus) < (num_ranks or 1):
-        draft.place_on_cpus(num_ranks or 1, len(found.gpus))
+    draft.devices += links.switches
+    draft.links += links.links
+    draft.note_flat_tree(len(gpus))
+    if len(gpus) < (num_ranks or 1):
+        draft.place_on_cpus(num_ranks or 1, len(gpus))
     interfaces = find_interfaces(sysfs, kernel or Kernel())
     draft.notes += interfaces.notes
     draft.add_nics(interfaces.nics)
-    if not found.gpus:
+    if not gpus:
         draft.note_other_gpus()
     return validate(
         Topology(
@@ -122,15 +135,37 @@ class _Draft:
     def add_gpu(self, gpu: Gpu) -> None:
         """Add a GPU as the next rank, and its way to the CPU."""
         place = pci_place(self.sysfs, pci_directory(self.sysfs, gpu.busid))
-        attributes: dict[str, str | int | float | bool] = {"busid": gpu.busid, "name": gpu.name}
+        attributes = {"busid": gpu.busid, "name": gpu.name, **gpu.attributes}
         if gpu.sm is not None:
             attributes["sm"] = gpu.sm
         numa = place.numa if place else None
+        if numa is None and len(gpu.numa) == 1 and gpu.numa[0] in self.numas:
+            numa = gpu.numa[0]
+            self.notes.append(f"{gpu.device}: NUMA node {numa} is NVML's word; /sys does not know")
+            place = place and replace(place, numa=numa)
         self.add(Device(gpu.device, DeviceKind.GPU, NODE, numa, attributes))
         self.ranks.append(gpu.device)
         if place is None:
-            self.notes.append(f"{gpu.device}: {gpu.busid} is not under /sys; its PCIe is not known")
+            self.notes.append(
+                f"{gpu.device}: {gpu.busid} is not under /sys (a container or WSL), so its PCIe "
+                "path and nearest NICs are not known; it is shown as through the host"
+            )
         self._attach(gpu.device, place)
+        count, speed = (attributes.get(name) for name in ("c2c_links", "c2c_megabytes_per_s"))
+        if isinstance(count, int) and isinstance(speed, int):
+            rate = Figure(count * speed * 1e6, Source.NVML, f"{count} NVLink-C2C x {speed} Mbyte/s")
+            self.links.append(
+                Link(gpu.device, self._root(gpu.device, place), LinkKind.C2C, rate, count=count)
+            )
+
+    def note_flat_tree(self, num_gpus: int) -> None:
+        """Say it where a hypervisor shows all devices on one flat bus."""
+        bridges = any(device.kind is DeviceKind.PCIE_SWITCH for device in self.devices)
+        if num_gpus > 1 and not bridges and "hypervisor" in _cpu_fields().get("flags", "").split():
+            self.notes.append(
+                "running under a hypervisor that shows a flat PCIe tree: path classes and nearest "
+                "NICs may be wrong; give the provider's NCCL topology file to `topo-ar show`"
+            )
 
     def place_on_cpus(self, num_ranks: int, num_gpus: int) -> None:
         """Let all ranks sit on CPUs that share the host's memory."""
@@ -229,9 +264,15 @@ def _numa(numa: int | None) -> str:
 def _cpu_model() -> tuple[str | None, str | None, int | None]:
     """Return architecture, vendor and model of the CPU as NCCL writes them."""
     arch = {"x86_64": "x86_64", "aarch64": "arm64", "ppc64le": "ppc64"}.get(platform.machine())
+    fields = _cpu_fields()
+    model = fields.get("model", "")
+    return arch, fields.get("vendor_id"), int(model) if model.isdigit() else None
+
+
+def _cpu_fields() -> dict[str, str]:
+    """Return what the kernel says of the first processor."""
     fields = dict[str, str]()
     for line in (read_value(Path(os.sep, "proc", "cpuinfo")) or "").splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    model = fields.get("model", "")
-    return arch, fields.get("vendor_id"), int(model) if model.isdigit() else None
+    return fields
