@@ -211,8 +211,8 @@ def share_limits(bandwidths: Sequence[Fraction | float]) -> tuple[Fraction, tupl
     count = len(capacities)
     if count == 1:
         return Fraction(0), (Fraction(1),)
-    slowest, total = min(capacities), sum(capacities)
-    seconds = max(1 / slowest, 2 * (count - 1) / total)
+    slowest, total = min(capacities), sum(capacities, Fraction(0))
+    seconds = max(Fraction(1) / slowest, Fraction(2 * (count - 1)) / total)
     if count == 2:
         return seconds, (Fraction(1),) * 2
     return seconds, tuple((capacity * seconds - 1) / (count - 2) for capacity in capacities)
