@@ -10,6 +10,7 @@ from topo_ar.cli.bench import bench
 from topo_ar.cli.doctor import doctor
 from topo_ar.cli.emulate import emulate
 from topo_ar.cli.explain import explain
+from topo_ar.cli.export import export
 from topo_ar.cli.plan import plan
 from topo_ar.cli.probe import probe
 from topo_ar.cli.show import show
@@ -47,6 +48,7 @@ app.command()(show)
 app.command()(plan)
 app.command()(bench)
 app.command()(explain)
+app.command()(export)
 app.command()(emulate)
 app.command()(doctor)
 
