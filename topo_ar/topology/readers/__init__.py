@@ -14,6 +14,8 @@ from topo_ar.topology.readers import (
     hwloc_xml,
     ibnetdiscover,
     nccl_xml,
+    nvidia_nvlink,
+    nvidia_p2p,
     nvidia_topo,
     topology_json,
 )
@@ -32,6 +34,8 @@ _READERS: tuple[_Reader, ...] = (
     hwloc_xml,
     nccl_xml,
     ibnetdiscover,
+    nvidia_p2p,
+    nvidia_nvlink,
     nvidia_topo,
 )
 

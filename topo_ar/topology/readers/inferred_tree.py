@@ -147,9 +147,11 @@ class _Groups:
         return self._listed()
 
     def _places(self, group: int) -> set[int | str | None]:
+        """Return the NUMA numbers of a group, its CPUs without one, or None where neither."""
         leaves = [self._leaves[i] for i in self._members[group]]
         numas = {leaf.numa for leaf in leaves if leaf.numa is not None}
-        return set(numas or {leaf.cpus for leaf in leaves if leaf.cpus} or {None})
+        cpus = {leaf.cpus for leaf in leaves if leaf.cpus}
+        return {*numas} or {*cpus} or {None}
 
     def _join(self, a: int, b: int) -> None:
         self._members[a] += self._members.pop(b)
