@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from topo_ar.errors import ConfigError
+from topo_ar.units import parse_seconds
 
 
 def probe(
@@ -16,13 +17,41 @@ def probe(
         Path | None, typer.Option("-o", "--output", help="Write the topology as JSON.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the topology as JSON, nothing else.")
+        bool, typer.Option("--json", help="Print the result as JSON, nothing else.")
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="On every rank of a job: measure all pairs of ranks instead, and tell hosts, "
+            "racks and slow NICs from the figures alone.",
+        ),
+    ] = False,
+    budget: Annotated[
+        str, typer.Option("--budget", help="With --measure: about how long, 20s or 500ms.")
+    ] = "20s",
+    times: Annotated[
+        Path | None,
+        typer.Option("--times", help="With --measure: write latency and rate of each pair."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="With --measure: a topology to compare the figures with."),
+    ] = None,
 ) -> None:
     """Describe this machine: GPUs, NICs, links, and where each figure comes from.
 
     Example: topo-ar probe --ranks 4 -o here.json
+
+    Example of a measured job: topo-ar emulate --grid 4x2 -- topo-ar probe --measure --budget 20s
     """
+    if measure:
+        from topo_ar.cli.probe_measure import measure_job
+
+        measure_job(parse_seconds(budget), output, times, against, as_json=as_json)
+        return
+    if times is not None or against is not None:
+        raise ConfigError("--times and --against go with --measure; add it, or leave them out")
     from topo_ar.cli.show import print_topology
     from topo_ar.topology.model import to_json
     from topo_ar.topology.probe import probe as probe_host
