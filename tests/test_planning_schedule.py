@@ -147,7 +147,7 @@ def test_one_node_has_no_stage_between_nodes():
 
 def test_flat_is_one_step_and_nothing_to_do_is_none():
     levels = cluster([2, 3], 1e9, [1e9])
-    (step,) = lower(plan(levels, 40), 10, 4).steps
+    (step,) = lower(plan(levels, 40, family=Family.FLAT_RING), 10, 4).steps
     assert (step.op, step.group, set(step.shards)) == (Op.ALL_REDUCE, (0, 1, 2, 3, 4), {(0, 10)})
     assert lower(plan(levels, 0), 0, 4).steps == ()
     assert lower(plan(cluster([1], 1.0, []), 40), 10, 4).steps == ()

@@ -21,6 +21,8 @@ _SIZE_UNITS = {
     "mb": 10**6,
     "gb": 10**9,
 }
+_BINARY = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -96,15 +98,21 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * unit
 
 
-def format_size(nbytes: int) -> str:
-    """Return `nbytes` in the unit that shows it exactly and shortest, ``4 MiB`` or ``25 MB``."""
-    for scale, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << scale and nbytes % (1 << scale) == 0:
-            return f"{nbytes >> scale} {name}"
-    for factor, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.4g} {name}"
-    return f"{nbytes} B"
+def format_size(nbytes: int, like: int | None = None) -> str:
+    """Return `nbytes` in the unit that shows it exactly and shortest, ``4 MiB`` or ``25 MB``.
+
+    With `like` in binary or decimal units as that size is shown, rounded where it must be: sizes
+    that are read together should compare.
+    """
+    if like is not None:
+        binary = like >= 1 << 10 and like % (1 << 10) == 0
+        steps = _BINARY if binary else _DECIMAL
+        factor, name = next((step for step in steps if nbytes >= step[0]), (1, "B"))
+        return f"{nbytes / factor:.4g} {name}"
+    for factor, name in _BINARY:
+        if nbytes >= factor and nbytes % factor == 0:
+            return f"{nbytes // factor} {name}"
+    return format_size(nbytes, like=1)
 
 
 def format_rate(bytes_per_s: float) -> str:

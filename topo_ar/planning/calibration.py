@@ -1,12 +1,14 @@
 """Measured times of whole all-reduces, and what they predict for other sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import msgspec
 
+from topo_ar.errors import ConfigError
 from topo_ar.planning.plan import Family
-from topo_ar.topology.measure import fit_alpha_beta
+from topo_ar.topology.measure import AlphaBeta, fit_alpha_beta
 
 Sample = tuple[int, float]
 
@@ -24,6 +26,17 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def predict(self, family: Family, nbytes: int) -> float | None:
         """Return what `predict_seconds` says of a family, None for one that was not measured."""
         return predict_seconds(self.samples.get(family, ()), nbytes)
+
+    def misfit(self, family: Family) -> tuple[int, float] | None:
+        """Return the size that latency and rate miss most, and by which part of its time.
+
+        None where they miss no measured size by more than 5 %, or fewer than two were measured.
+        """
+        points = _medians(self.samples.get(family, ()))
+        if len(points) < 2:
+            return None
+        worst = _worst(points, fit_alpha_beta(points))
+        return worst if abs(worst[1]) > _MAX_RESIDUAL else None
 
 
 def predict_seconds(samples: Sequence[Sample], nbytes: int) -> float | None:
@@ -44,13 +57,58 @@ def predict_seconds(samples: Sequence[Sample], nbytes: int) -> float | None:
     if points[0][0] > nbytes * _REACH or nbytes > points[-1][0] * _REACH:
         return None
     fit = fit_alpha_beta(points)
-    worst = max(
-        abs((fit.alpha_seconds + fit.beta_seconds_per_byte * size) / seconds - 1)
-        for size, seconds in points
-    )
-    if worst <= _MAX_RESIDUAL:
+    if abs(_worst(points, fit)[1]) <= _MAX_RESIDUAL:
         return fit.alpha_seconds + fit.beta_seconds_per_byte * nbytes
     return _piecewise(points, nbytes)
+
+
+def calibration_from_records(
+    records: Sequence[Mapping[str, Any]], world_size: int, hosts: int
+) -> Calibration:
+    """Return the calibration in the rows of ``topo-ar bench --json``.
+
+    Rows of all-reduces that name a family count with their median times; others, such as those of
+    another library, are passed over.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        As `topo_ar.telemetry.records.read_records` returns them.
+    world_size, hosts : int
+        The ranks and nodes that are planned for.
+
+    Raises
+    ------
+    ConfigError
+        If no row can be used, or one was measured with another number of ranks or hosts.
+    """
+    samples: dict[Family, list[Sample]] = {}
+    for number, row in enumerate(records, 1):
+        family, seconds = row.get("family"), row.get("median_seconds")
+        if row.get("collective") != "all_reduce" or family not in set(Family) or not seconds:
+            continue
+        if (row.get("world_size"), row.get("hosts")) != (world_size, hosts):
+            raise ConfigError(
+                f"record {number} was measured with {row.get('world_size')} ranks on "
+                f"{row.get('hosts')} hosts, the topology has {world_size} on {hosts}; calibrate "
+                "with records of this cluster"
+            )
+        samples.setdefault(Family(family), []).append((row["nbytes"], seconds))
+    if not samples:
+        raise ConfigError(
+            "no record holds the time of an all-reduce by a known algorithm; write some with "
+            "`topo-ar bench --json FILE`"
+        )
+    return Calibration({family: tuple(found) for family, found in samples.items()})
+
+
+def _worst(points: Sequence[Sample], fit: AlphaBeta) -> tuple[int, float]:
+    """Return the size at which `fit` is farthest off, and its relative error there."""
+    errors = [
+        (size, (fit.alpha_seconds + fit.beta_seconds_per_byte * size) / seconds - 1)
+        for size, seconds in points
+    ]
+    return max(errors, key=lambda error: abs(error[1]))
 
 
 def _medians(samples: Sequence[Sample]) -> list[Sample]:

@@ -1,13 +1,25 @@
 """The families that can be chosen on given levels, each costed for one buffer."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from topo_ar.errors import PlanError
 from topo_ar.planning import cost
 from topo_ar.planning.calibration import Calibration
 from topo_ar.planning.chunks import equal_chunks, tapered_chunks
-from topo_ar.planning.cost import CostParameters
-from topo_ar.planning.plan import Alternative, Family
+from topo_ar.planning.cost import CostParameters, leaders, rails
+from topo_ar.planning.cost_flat import FlatRounds, Rounds, seconds_of
+from topo_ar.planning.cost_levels import (
+    Weighted,
+    has_third_level,
+    three_level,
+    weighted,
+    weighted_stages,
+)
+from topo_ar.planning.cost_tree import double_binary_tree
+from topo_ar.planning.pipelines import Pipeline
+from topo_ar.planning.plan import Alternative, Family, Shards
 from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
 from topo_ar.units import format_size
 
@@ -15,6 +27,7 @@ from topo_ar.units import format_size
 _LINE_ELEMENTS = 16
 # Equal chunks must promise this much over the taper, which was found by measurement.
 _TAPER_MARGIN = 0.95
+_NOT_HERE = "the caller cannot run it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +47,58 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
-    """Everything beside the size that decides a candidate's cost."""
+    """Everything beside the size that decides a candidate's cost.
+
+    `families` is what can be run; None stands for all of them.
+    """
 
     parameters: CostParameters
     itemsize: int = 4
     runtime: Runtime = CPU_RUNTIME
     leader_limit_nbytes: int | None = None
     calibration: Calibration | None = None
+    families: Collection[Family] | None = None
+
+    @cached_property
+    def rounds(self) -> dict[Family, Rounds]:
+        """The rounds of the flat algorithms that go round by round."""
+        p = self.parameters
+        flat = FlatRounds(p.levels, p.rate, self.runtime)
+        return {
+            Family.DIRECT: flat.direct(),
+            Family.HALVING_DOUBLING: flat.halving_doubling(),
+        }
+
+    @cached_property
+    def weighted(self) -> Weighted:
+        """The weighted family."""
+        return weighted(self.parameters.levels, self.parameters)
+
+    def pipeline(self, family: Family) -> Pipeline:
+        """Return the stages of a family that goes chunk by chunk."""
+        made = self._pipelines.get(family)
+        if made is None:
+            made = self._pipelines[family] = self._pipeline(family)
+        return made
+
+    @cached_property
+    def _pipelines(self) -> dict[Family, Pipeline]:
+        return {}
+
+    def _pipeline(self, family: Family) -> Pipeline:
+        p = self.parameters
+        match family:
+            case Family.DOUBLE_BINARY_TREE:
+                return double_binary_tree(p.levels, p)
+            case Family.HIERARCHICAL_LEADER:
+                return leaders(p)
+            case Family.HIERARCHICAL_WEIGHTED:
+                return self.weighted.stages
+            case Family.HIERARCHICAL_THREE_LEVEL:
+                return three_level(p.levels, p)
+        return rails(p)
 
     @property
     def align_nbytes(self) -> int:
@@ -68,13 +124,67 @@ class Setting:
 
 def candidates(setting: Setting, nbytes: int) -> list[Candidate]:
     """Return every family that makes sense on these levels, simplest first, costed."""
-    p = setting.parameters
-    found = [Candidate(Family.FLAT_RING, (nbytes,), cost.flat_ring(p, nbytes))]
-    if p.ranks_per_node and p.world_size > 1:
+    return [candidate(setting, family, nbytes) for family in families_on(setting.parameters)]
+
+
+def families_on(parameters: CostParameters) -> list[Family]:
+    """Return the families that make sense on these levels, simplest first."""
+    p = parameters
+    if p.world_size == 1:
+        return [Family.FLAT_RING]
+    found = [
+        Family.FLAT_RING,
+        Family.DIRECT,
+        Family.HALVING_DOUBLING,
+        Family.DOUBLE_BINARY_TREE,
+    ]
+    if p.ranks_per_node:
         if p.num_nodes > 1:
-            found += [_sequential(setting, nbytes), _leader(setting, nbytes)]
-        found.append(_pipelined(setting, nbytes))
-    return [_calibrated(candidate, setting.calibration, nbytes) for candidate in found]
+            found += [Family.HIERARCHICAL_SEQUENTIAL, Family.HIERARCHICAL_LEADER]
+        found.append(Family.HIERARCHICAL_PIPELINED)
+    if p.num_nodes > 1:
+        found.append(Family.HIERARCHICAL_WEIGHTED)
+    if has_third_level(p.levels, p):
+        found.append(Family.HIERARCHICAL_THREE_LEVEL)
+    return found
+
+
+def candidate(setting: Setting, family: Family, nbytes: int) -> Candidate:
+    """Return one of `families_on` costed, with its best chunks."""
+    chunks, excluded = _chunks(setting, family, nbytes)
+    measured = setting.calibration.predict(family, nbytes) if setting.calibration else None
+    if not excluded and setting.families is not None and family not in setting.families:
+        excluded = _NOT_HERE
+    seconds = _seconds(setting, family, chunks) if measured is None else measured
+    return Candidate(family, chunks, seconds, measured is not None, excluded)
+
+
+def seconds_as_it_is(setting: Setting, candidate: Candidate, shards: Shards) -> float:
+    """Return what a candidate with these chunks and shards would take in another setting."""
+    if candidate.family != Family.HIERARCHICAL_WEIGHTED:
+        return _seconds(setting, candidate.family, candidate.chunk_nbytes)
+    p = setting.parameters
+    return weighted_stages(p.levels, p, shards).seconds(candidate.chunk_nbytes)
+
+
+def network_share(setting: Setting, candidate: Candidate) -> float:
+    """Return for which part of its time the busiest NICs or uplink are at work."""
+    p, nbytes = setting.parameters, sum(candidate.chunk_nbytes)
+    if candidate.family == Family.FLAT_RING:
+        slope = 2 * (p.world_size - 1) * p.ring_network_beta / p.world_size
+    elif candidate.family in setting.rounds:
+        slope = sum(each.network for each in setting.rounds[candidate.family])
+    else:
+        slope = setting.pipeline(candidate.family).network
+    return nbytes * slope / candidate.seconds if candidate.seconds else 0
+
+
+def _seconds(setting: Setting, family: Family, chunks: tuple[int, ...]) -> float:
+    if family == Family.FLAT_RING:
+        return cost.flat_ring(setting.parameters, sum(chunks))
+    if family in setting.rounds:
+        return seconds_of(setting.rounds[family], sum(chunks))
+    return setting.pipeline(family).seconds(chunks)
 
 
 def choose(found: list[Candidate]) -> Candidate:
@@ -82,14 +192,13 @@ def choose(found: list[Candidate]) -> Candidate:
 
     One chunk in place of a taper must promise as much as equal chunks in place of it.
     """
-    allowed = [candidate for candidate in found if not candidate.excluded]
-    limit = min(candidate.seconds for candidate in allowed) * (1 + 1e-9)
-    best = next(candidate for candidate in allowed if candidate.seconds <= limit)
-    last = allowed[-1]
-    if best.family != Family.HIERARCHICAL_SEQUENTIAL or best.measured or last.measured:
+    allowed = [each for each in found if not each.excluded]
+    limit = min(each.seconds for each in allowed) * (1 + 1e-9)
+    best = next(each for each in allowed if each.seconds <= limit)
+    tapered = next((c for c in allowed if c.family == Family.HIERARCHICAL_PIPELINED), best)
+    if best.family != Family.HIERARCHICAL_SEQUENTIAL or best.measured or tapered.measured:
         return best
-    tapered = last.family == Family.HIERARCHICAL_PIPELINED
-    return last if tapered and best.seconds > _TAPER_MARGIN * last.seconds else best
+    return tapered if best.seconds > _TAPER_MARGIN * tapered.seconds else best
 
 
 def pick(setting: Setting, found: list[Candidate], family: Family) -> Candidate:
@@ -101,69 +210,64 @@ def pick(setting: Setting, found: list[Candidate], family: Family) -> Candidate:
         If that family cannot run on these levels, with the reason.
     """
     p = setting.parameters
-    for candidate in found:
-        if candidate.family == family:
-            too_long = max(candidate.chunk_nbytes, default=0) > setting.runtime.max_chunk_nbytes
-            if family != Family.FLAT_RING and too_long:
-                raise PlanError(f"{family} cannot run: {candidate.excluded}")
-            return candidate
-    if not p.ranks_per_node:
-        raise PlanError(f"{family} needs nodes with equal numbers of ranks; use flat_ring")
-    raise PlanError(
-        f"{family} needs more than one node; use flat_ring or hierarchical_pipelined"
-        if p.world_size > 1
-        else f"{family} needs more than one rank; use flat_ring"
-    )
-
-
-def _sequential(setting: Setting, nbytes: int) -> Candidate:
-    seconds = cost.hierarchical(setting.parameters, [nbytes])
-    excluded = ""
-    if nbytes > setting.runtime.max_chunk_nbytes:
-        excluded = (
-            f"it needs the whole buffer in one chunk, and a chunk holds at most "
-            f"{format_size(setting.runtime.max_chunk_nbytes)}"
+    for each in found:
+        if each.family == family:
+            too_long = max(each.chunk_nbytes, default=0) > setting.runtime.max_chunk_nbytes
+            whole = family in setting.rounds or family == Family.FLAT_RING
+            if each.excluded == _NOT_HERE or (too_long and not whole):
+                raise PlanError(f"{family} cannot run: {each.excluded}")
+            return each
+    if p.world_size == 1:
+        raise PlanError(f"{family} needs more than one rank; use flat_ring")
+    if family == Family.HIERARCHICAL_THREE_LEVEL:
+        raise PlanError(
+            f"{family} needs islands of equal size in the nodes, or racks of equally many nodes; "
+            "the topology has neither"
         )
-    return Candidate(
-        Family.HIERARCHICAL_SEQUENTIAL, (nbytes,), seconds, measured=False, excluded=excluded
-    )
+    if not p.ranks_per_node:
+        raise PlanError(
+            f"{family} needs nodes with equal numbers of ranks; use "
+            f"{Family.HIERARCHICAL_WEIGHTED} or flat_ring"
+        )
+    raise PlanError(f"{family} needs more than one node; use flat_ring or hierarchical_pipelined")
 
 
-def _leader(setting: Setting, nbytes: int) -> Candidate:
-    chunks: tuple[int, ...] = (nbytes,)
-    if nbytes > setting.runtime.max_chunk_nbytes:
-        chunks = tapered_chunks(nbytes, setting.align_nbytes, setting.runtime.max_chunk_nbytes)
-    excluded = ""
-    if nbytes > setting.leader_limit:
-        excluded = f"the leader path ends at {format_size(setting.leader_limit)}"
-    return Candidate(
-        Family.HIERARCHICAL_LEADER,
-        chunks,
-        cost.leader(setting.parameters, chunks),
-        measured=False,
-        excluded=excluded,
-    )
+def _chunks(setting: Setting, family: Family, nbytes: int) -> tuple[tuple[int, ...], str]:
+    """Return the chunks of a family, and why it may not be chosen if so."""
+    most = setting.runtime.max_chunk_nbytes
+    shown = format_size(most)
+    match family:
+        case Family.HIERARCHICAL_SEQUENTIAL:
+            held = f"it needs the whole buffer in one chunk, and a chunk holds at most {shown}"
+            return (nbytes,), held if nbytes > most else ""
+        case Family.HIERARCHICAL_LEADER:
+            whole = nbytes <= most
+            chunks = (nbytes,) if whole else tapered_chunks(nbytes, setting.align_nbytes, most)
+            limit = format_size(setting.leader_limit, like=nbytes)
+            return chunks, (
+                f"the leader path ends at {limit}" if nbytes > setting.leader_limit else ""
+            )
+        case Family.HIERARCHICAL_PIPELINED:
+            chunks = _cut(setting, family, nbytes)
+            sequential = len(chunks) == 1 and setting.parameters.num_nodes > 1
+            return chunks, (
+                f"with one chunk it is {Family.HIERARCHICAL_SEQUENTIAL}" if sequential else ""
+            )
+        case Family.HIERARCHICAL_WEIGHTED:
+            return _cut(setting, family, nbytes), setting.weighted.pointless
+        case Family.DOUBLE_BINARY_TREE | Family.HIERARCHICAL_THREE_LEVEL:
+            return _cut(setting, family, nbytes), ""
+    return (nbytes,), ""
 
 
-def _pipelined(setting: Setting, nbytes: int) -> Candidate:
-    p, align, limit = setting.parameters, setting.align_nbytes, setting.runtime.max_chunk_nbytes
+def _cut(setting: Setting, family: Family, nbytes: int) -> tuple[int, ...]:
+    """Cut for a pipeline: tapered, or into the best number of equal chunks where that is fewer."""
+    stages, align = setting.pipeline(family), setting.align_nbytes
+    limit = setting.runtime.max_chunk_nbytes
     chunks = tapered_chunks(nbytes, align, limit)
-    seconds = cost.hierarchical(p, chunks)
-    count = cost.optimal_chunk_count(p, nbytes)
+    count = stages.best_chunk_count(nbytes)
     if count < len(chunks):
         fewer = equal_chunks(nbytes, count, align, limit)
-        if cost.hierarchical(p, fewer) < _TAPER_MARGIN * seconds:
-            chunks, seconds = fewer, cost.hierarchical(p, fewer)
-    excluded = ""
-    if len(chunks) == 1 and p.num_nodes > 1:
-        excluded = f"with one chunk it is {Family.HIERARCHICAL_SEQUENTIAL}"
-    return Candidate(
-        Family.HIERARCHICAL_PIPELINED, chunks, seconds, measured=False, excluded=excluded
-    )
-
-
-def _calibrated(candidate: Candidate, calibration: Calibration | None, nbytes: int) -> Candidate:
-    seconds = calibration.predict(candidate.family, nbytes) if calibration else None
-    if seconds is None:
-        return candidate
-    return Candidate(candidate.family, candidate.chunk_nbytes, seconds, True, candidate.excluded)
+        if stages.seconds(fewer) < _TAPER_MARGIN * stages.seconds(chunks):
+            return fewer
+    return chunks

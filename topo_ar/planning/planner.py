@@ -4,14 +4,18 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from topo_ar.errors import PlanError
-from topo_ar.planning import reasons
+from topo_ar.planning import reasons, what_if
 from topo_ar.planning.calibration import Calibration
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, pick
 from topo_ar.planning.cost import CostParameters
-from topo_ar.planning.level_bounds import all_reduce_lower_bound
+from topo_ar.planning.cost_levels import islands_of, racks_of
+from topo_ar.planning.level_bounds import Bound, all_reduce_lower_bound
+from topo_ar.planning.placement import Distances, place
 from topo_ar.planning.plan import Alternative, Family, Plan, Shards
 from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
 from topo_ar.topology.levels import Levels
+
+LEVEL_BOUND = "proven for the nodes and ports of the topology"
 
 
 def plan(
@@ -26,6 +30,10 @@ def plan(
     runtime: Runtime = CPU_RUNTIME,
     max_chunk_nbytes: int | None = None,
     families: Collection[Family] | None = None,
+    bound: Bound | None = None,
+    bound_kind: str = "",
+    distances: Distances | None = None,
+    advice: bool = False,
 ) -> Plan:
     """Return the fastest plan that can run for an all-reduce of `nbytes` bytes.
 
@@ -54,6 +62,16 @@ def plan(
         Chunk slots of another size than `runtime` says.
     families : collection of Family, optional
         What the caller can run; a family that is not among them is costed, but never chosen.
+    bound : Bound, optional
+        A bound for `nbytes` bytes to compare with, such as the exact one of the whole topology; by
+        default that of the levels.
+    bound_kind : str, optional
+        What a given `bound` is, in a few words.
+    distances : sequence of sequence of float, optional
+        As for `placement.place`.
+    advice : bool
+        Say also with which NICs, with how many nodes and by which degraded link the choice would
+        change; takes some ten times as long.
 
     Raises
     ------
@@ -68,47 +86,59 @@ def plan(
             f"{runtime.max_chunk_nbytes} bytes; sizes must be positive and a chunk must hold an "
             "element"
         )
+    placement = place(levels, distances)
     setting = Setting(
-        CostParameters.from_levels(levels, runtime=runtime),
+        CostParameters.from_levels(placement.levels, runtime=runtime),
         itemsize,
         runtime,
         leader_limit_nbytes,
         calibration,
+        families,
     )
     if nbytes == 0 or levels.world_size == 1:
         chosen = Candidate(family or Family.FLAT_RING, (nbytes,) if nbytes else (), 0.0)
         found = [chosen]
     else:
         found = candidates(setting, nbytes)
-        if families is not None:
-            found = [_within(candidate, families) for candidate in found]
         chosen = pick(setting, found, family) if family else choose(found)
-    bound = all_reduce_lower_bound(levels, nbytes)
+    limit = bound or all_reduce_lower_bound(levels, nbytes)
     wire_limit = all_reduce_lower_bound(levels, nbytes, "payload")
-    verdict = reasons.Verdict(levels, setting, nbytes, chosen, found, bound, wire_limit, family)
+    verdict = reasons.Verdict(
+        placement,
+        setting,
+        nbytes,
+        chosen,
+        found,
+        limit,
+        wire_limit,
+        family,
+        bound_kind or LEVEL_BOUND,
+    )
+    shards = _shards(setting, chosen.family)
+    reason = reasons.reason(verdict)
+    if advice:
+        reason = " ".join([reason, *what_if.advice(verdict, shards)])
+    third = chosen.family == Family.HIERARCHICAL_THREE_LEVEL
+    islands = islands_of(placement.levels) if third else ()
     return Plan(
         topology_hash=topology_hash,
         world_size=levels.world_size,
         nbytes=nbytes,
         family=chosen.family,
-        nodes=tuple(node.ranks for node in levels.nodes),
+        nodes=tuple(node.ranks for node in placement.levels.nodes),
         chunk_nbytes=chosen.chunk_nbytes,
-        shards=_shards(levels, chosen.family),
+        shards=shards,
         predicted_seconds=chosen.seconds,
-        bound_seconds=bound.seconds,
+        bound_seconds=limit.seconds,
         wire_limit_seconds=wire_limit.seconds,
-        gap=chosen.seconds / bound.seconds - 1 if bound.seconds else 0.0,
-        bottleneck=bound.bottleneck,
+        gap=chosen.seconds / limit.seconds - 1 if limit.seconds else 0.0,
+        bottleneck=limit.bottleneck,
         alternatives=tuple(candidate.as_alternative() for candidate in found),
-        reason=reasons.reason(verdict),
+        reason=reason,
         runner_up=_runner_up(found, chosen),
+        islands=islands,
+        racks=racks_of(placement.levels) if third and not islands else (),
     )
-
-
-def _within(candidate: Candidate, families: Collection[Family]) -> Candidate:
-    if candidate.excluded or candidate.family in families:
-        return candidate
-    return replace(candidate, excluded="the caller cannot run it")
 
 
 def _runner_up(found: list[Candidate], chosen: Candidate) -> Alternative | None:
@@ -117,8 +147,10 @@ def _runner_up(found: list[Candidate], chosen: Candidate) -> Alternative | None:
     return best.as_alternative() if best else None
 
 
-def _shards(levels: Levels, family: Family) -> Shards:
-    widths = [len(node.ranks) for node in levels.nodes]
+def _shards(setting: Setting, family: Family) -> Shards:
+    if family == Family.HIERARCHICAL_WEIGHTED:
+        return setting.weighted.shards
+    widths = [len(node.ranks) for node in setting.parameters.levels.nodes]
     if family == Family.HIERARCHICAL_LEADER:
         ranks = tuple((1,) + (0,) * (width - 1) for width in widths)
     else:

@@ -17,15 +17,26 @@ class Runtime:
         Added to each of the 2(N-1) steps of the flat ring.
     flat_bytes_per_s : float
         What one rank of the flat ring moves at most, whatever its ports carry.
+    message_seconds : float
+        What each further message costs a rank that sends many at once (direct all-to-all).
     chunk_seconds : float or None
         What a chunk occupies a stage for beside its bytes, where chunks stream one behind the other
         and latency is waited for once; None where each chunk waits for its own messages.
+    ring_rails : bool
+        Whether the ranks of a rail pass their parts round a ring, so that few of them cross from
+        rack to rack; else each sends to every other.
+    reduce_seconds_per_byte : float or None
+        Gamma: the time to add a byte that arrived, beside moving it; None where the rates include
+        it, as measured ones do.
     """
 
     max_chunk_nbytes: int
     flat_hop_seconds: float
     flat_bytes_per_s: float
+    message_seconds: float = 0.0
     chunk_seconds: float | None = None
+    ring_rails: bool = False
+    reduce_seconds_per_byte: float | None = None
 
 
 # Chunk slots in shared memory. The flat ring is gloo's over TCP, inside a node too: starting values
@@ -33,11 +44,22 @@ class Runtime:
 # 0.1 ms a step agrees with 1 to 25 MB over 1 Gbit/s). A calibration replaces them. A chunk costs a
 # rank some dozen steps of the interpreter.
 CPU_RUNTIME = Runtime(
-    max_chunk_nbytes=2 << 20, flat_hop_seconds=1e-4, flat_bytes_per_s=0.63e9, chunk_seconds=5e-5
+    max_chunk_nbytes=2 << 20,
+    flat_hop_seconds=1e-4,
+    flat_bytes_per_s=0.63e9,
+    message_seconds=1e-4,
+    chunk_seconds=5e-5,
 )
 
-# NCCL: chunks are views of the buffer, and its ring uses the ports as they are.
-GPU_RUNTIME = Runtime(max_chunk_nbytes=1 << 62, flat_hop_seconds=0.0, flat_bytes_per_s=float("inf"))
+# NCCL: chunks are views of the buffer, its rings use the ports as they are, and a message over the
+# network costs its sender 1 us more (the overhead of tuning.cc, NCCL 2.30.7, on Intel hosts).
+GPU_RUNTIME = Runtime(
+    max_chunk_nbytes=1 << 62,
+    flat_hop_seconds=0.0,
+    flat_bytes_per_s=float("inf"),
+    message_seconds=1e-6,
+    ring_rails=True,
+)
 
 
 def runtime_of(topology: Topology) -> Runtime:
