@@ -17,6 +17,7 @@ from topo_ar.topology.readers import (
     nvidia_nvlink,
     nvidia_p2p,
     nvidia_topo,
+    rocm_topo,
     topology_json,
 )
 
@@ -34,6 +35,7 @@ _READERS: tuple[_Reader, ...] = (
     hwloc_xml,
     nccl_xml,
     ibnetdiscover,
+    rocm_topo,
     nvidia_p2p,
     nvidia_nvlink,
     nvidia_topo,

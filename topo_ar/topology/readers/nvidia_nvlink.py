@@ -34,6 +34,7 @@ _REMOTE = re.compile(
     r"(?:Remote Device )?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])"
     r"(?:: *Link (\d{1,4}))?"
 )
+_LONGEST_LINE = 300
 # What some drivers print is the signalling rate; the payload is that of the data sheet. GB/s.
 _PAYLOAD = {25.781: 25.0, 26.562: 25.0, 53.125: 50.0}
 
@@ -60,8 +61,8 @@ class _Gpu:
 def matches(text: str) -> bool:
     """Return whether `text` lists GPUs with a UUID, or their links."""
     return (
-        re.search(r"^\s*GPU \d+: .*\(UUID: ", text, re.MULTILINE) is not None
-        or re.search(r"^\s*Link \d+: (?:[\d.]+ GB/s|<inactive>|Remote)", text, re.MULTILINE)
+        re.search(r"^[ \t]*GPU \d+: .*\(UUID: ", text, re.MULTILINE) is not None
+        or re.search(r"^[ \t]*Link \d+: (?:[\d.]+ GB/s|<inactive>|Remote)", text, re.MULTILINE)
         is not None
     )
 
@@ -113,7 +114,7 @@ def _read_gpus(lines: Sequence[str], name: str, notes: list[str]) -> dict[int, _
     gpu: _Gpu | None = None
     odd: list[int] = []
     for number, line in enumerate(lines, 1):
-        if header := _HEADER.match(line):
+        if header := _HEADER.match(line[:_LONGEST_LINE]):
             index, uuid = int(header[1]), header[3] or ""
             gpu = gpus.setdefault(index, _Gpu(header[2], uuid, number))
             if gpu.uuid != uuid:
@@ -121,7 +122,11 @@ def _read_gpus(lines: Sequence[str], name: str, notes: list[str]) -> dict[int, _
                     f"{name}:{number}: GPU {index} has another UUID than in line {gpu.line}; "
                     "give one machine a file"
                 )
-        elif gpu and (link := _LINK.match(line)) and _read_link(gpu, int(link[1]), link[2]):
+        elif (
+            gpu
+            and (link := _LINK.match(line[:_LONGEST_LINE]))
+            and _read_link(gpu, int(link[1]), link[2])
+        ):
             continue
         elif gpu and "all links are inactive" in line.lower():
             gpu.silent = True
@@ -190,9 +195,7 @@ def _connect(
     linked = {index: gpu for index, gpu in gpus.items() if gpu.remotes}
     if not linked:
         if any(gpu.active for gpu in gpus.values()):
-            notes.append(
-                "far ends of links are not in the output; `nvidia-smi nvlink -R` prints them"
-            )
+            notes.append("far ends of links are not printed; `nvidia-smi nvlink -R` prints them")
         return {}, []
     far_ends = sorted({busid for gpu in linked.values() for busid, _ in gpu.remotes.values()})
     owners = dict(zip(far_ends, linked, strict=False)) if len(far_ends) == len(linked) else {}

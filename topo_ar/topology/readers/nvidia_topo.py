@@ -53,7 +53,7 @@ def read_text(text: str, name: str) -> Topology:
         )
     matrix = read_matrix(lines, start, name)
     ids = _ids(matrix.devices, name)
-    names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
+    names = dict(re.findall(r"^[ \t]*(NIC\d+):[ \t]*(\S+)", "\n".join(lines), re.MULTILINE))
     notes = [*matrix.notes]
     printed, nvlinks = _pairs(matrix, notes)
     leaves = [_leaf(device, ids[device], matrix) for device in matrix.devices]
