@@ -2,11 +2,21 @@
 
 import importlib.util
 import json
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from topo_ar.topology.model import Topology
+
+_WIDTH = 100
 
 
 class Verdict(StrEnum):
@@ -24,32 +34,56 @@ class Finding:
     check: str
     verdict: Verdict
     text: str
+    remedy: str = ""
 
 
 def doctor(
+    topology: Annotated[
+        str | None, typer.Argument(help="A topology file or preset instead of this host.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this host: network interface, TCP, shared memory, torch, GPUs, emulation.
+    """Check this host: network interface, TCP, shared memory, torch, topology, emulation.
 
-    Exits with 1 when something would keep a job from running.
+    With a topology, look for what is slow or odd in it. Every finding that asks for one has a
+    remedy. Exits with 1 when something would keep a job from running.
 
     Example: topo-ar doctor
+
+    Example: topo-ar doctor cluster.json
     """
-    findings = [
-        _interface(),
-        _congestion_control(),
-        _stores(),
-        _torch(),
-        _gpus(),
-        _emulation(),
-    ]
+    if topology is not None:
+        from topo_ar.cli.topology_source import load_topology
+
+        findings = _topology(load_topology(topology))
+    else:
+        findings = [
+            _interface(),
+            _congestion_control(),
+            _stores(),
+            _torch(),
+            *_nccl_settings(),
+            *_topology(_probed()),
+            _emulation(),
+        ]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
         for finding in findings:
-            print(f"{finding.verdict:>8}  {finding.check}: {finding.text}")
+            _print(finding)
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
         raise typer.Exit(1)
+
+
+def _print(finding: Finding) -> None:
+    indent = " " * 10
+    for label, text in ((f"{finding.check}: ", finding.text), ("remedy: ", finding.remedy)):
+        if text:
+            first = f"{finding.verdict:>8}  " if label != "remedy: " else indent
+            lines = textwrap.wrap(
+                label + text, _WIDTH, initial_indent=first, subsequent_indent=indent + "  "
+            )
+            print("\n".join(lines))
 
 
 def _interface() -> Finding:
@@ -107,14 +141,61 @@ def _torch() -> Finding:
     return Finding("torch", Verdict.OK, f"{version('torch')} with {', '.join(backends)}")
 
 
-def _gpus() -> Finding:
-    from topo_ar.topology.model import DeviceKind
+def _nccl_settings(
+    environment: Mapping[str, str] = os.environ, config: Path = Path("/etc/nccl.conf")
+) -> list[Finding]:
+    """Say which settings bind NCCL here, since a forgotten one slows every job of the host."""
+    found = {name: value for name, value in environment.items() if name in _NCCL_SETTINGS}
+    try:
+        lines = config.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition("=")
+        if name.strip() in _NCCL_SETTINGS:
+            found.setdefault(name.strip(), f"{value.strip()} (in {config})")
+    return [
+        Finding("nccl", Verdict.NOTE, f"{name}={value}: {_NCCL_SETTINGS[name]}", _UNSET)
+        for name, value in found.items()
+    ]
+
+
+_UNSET = "remove it unless it is meant for the machines and the number of GPUs of this job"
+_NCCL_SETTINGS = {
+    "NCCL_GRAPH_FILE": "rings and trees are taken from the file; other GPU counts break or crawl",
+    "NCCL_TOPO_FILE": "the file is believed instead of this machine",
+    "NCCL_P2P_DISABLE": "GPUs of a node meet in host memory",
+    "NCCL_P2P_LEVEL": "decides how near GPUs must be to reach each other directly",
+    "NCCL_IB_DISABLE": "InfiniBand and RoCE are not used; TCP sockets are",
+    "NCCL_SHM_DISABLE": "shared memory is not used",
+    "NCCL_ALGO": "one algorithm is forced for all sizes",
+    "NCCL_PROTO": "one protocol is forced for all sizes",
+    "NCCL_NVLS_ENABLE": "switches NVLink SHARP",
+}
+
+
+def _probed() -> "Topology":
     from topo_ar.topology.probe import probe
 
-    topology = probe()
-    count = sum(device.kind is DeviceKind.GPU for device in topology.devices)
-    notes = "; ".join(topology.notes)
-    return Finding("topology", Verdict.OK, f"{count} GPUs" + (f" ({notes})" if notes else ""))
+    return probe()
+
+
+def _topology(topology: "Topology") -> list[Finding]:
+    from topo_ar.topology.findings import findings
+    from topo_ar.topology.model import DeviceKind
+
+    counts = Counter(device.kind for device in topology.devices)
+    gpus, nics = (
+        f"{counts[kind]} {name}{'' if counts[kind] == 1 else 's'}"
+        for kind, name in ((DeviceKind.GPU, "GPU"), (DeviceKind.NIC, "NIC"))
+    )
+    nodes = len({device.node for device in topology.devices if device.node})
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    return [
+        Finding("topology", Verdict.OK, f"{topology.name}: {gpus} and {nics}{where}"),
+        *(Finding("topology", Verdict.NOTE, note) for note in topology.notes),
+        *(Finding(each.about, Verdict.NOTE, each.text, each.remedy) for each in findings(topology)),
+    ]
 
 
 def _emulation() -> Finding:

@@ -1,0 +1,230 @@
+"""What in a topology keeps a job slower than its machines could be, and the remedy.
+
+Only what the description itself shows; what it does not know is in its notes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from topo_ar.errors import TopologyError
+from topo_ar.topology.levels import Levels, levels
+from topo_ar.topology.model import Device, DeviceKind, Link, LinkKind, Topology
+from topo_ar.topology.paths import PathClass, Paths
+from topo_ar.topology.ports import carries_data, links_by_device, nominal_of
+from topo_ar.units import format_rate
+
+_MAX_NAMED = 6
+# Beyond this class NCCL does not let a NIC reach a GPU's memory by itself.
+_GPU_DIRECT = PathClass.PXB
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyFinding:
+    """Something slow or odd: what it is about, what was found, what to do about it."""
+
+    about: str
+    text: str
+    remedy: str
+
+
+def findings(topology: Topology) -> list[TopologyFinding]:
+    """Return what deserves a look in `topology`, the gravest kinds first.
+
+    Of nodes that look alike the first is examined; time grows linearly with devices and links.
+    """
+    links = links_by_device(topology.links)
+    found = list(_fewer_links(topology, links))
+    found += _slower_siblings(topology, links)
+    found += _numa_unknown(topology)
+    found += _far_nics(topology)
+    try:
+        both = levels(topology)
+    except TopologyError as error:
+        if topology.ranks:
+            found.append(TopologyFinding("levels", str(error), "complete the description"))
+        return found
+    return [*found, *_unequal_nodes(both), *_dealt_out(both), *_oversubscribed(both)]
+
+
+def _short(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    more = len(names) - _MAX_NAMED
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def _by_node(topology: Topology, kind: DeviceKind) -> dict[str | None, list[Device]]:
+    nodes: dict[str | None, list[Device]] = {}
+    for device in topology.devices:
+        if device.kind is kind and (kind is not DeviceKind.NIC or carries_data(device)):
+            nodes.setdefault(device.node, []).append(device)
+    return nodes
+
+
+def _fewer_links(topology: Topology, links: dict[str, list[Link]]) -> Iterator[TopologyFinding]:
+    """GPUs on an NVSwitch with fewer links to it than others of their node."""
+    switched = {device.node for device in topology.devices if device.kind is DeviceKind.NVSWITCH}
+    for node, gpus in _by_node(topology, DeviceKind.GPU).items():
+        counts = {
+            gpu.id: sum(
+                link.count for link in links.get(gpu.id, ()) if link.kind is LinkKind.NVLINK
+            )
+            for gpu in gpus
+        }
+        most = max(counts.values())
+        lame = [name for name, count in counts.items() if count < most]
+        if node in switched and lame:
+            shown = _short([f"{name} ({counts[name]})" for name in lame])
+            yield TopologyFinding(
+                "nvlink",
+                f"fewer NVLinks than the {most} of the other GPUs of {node}: {shown}; every "
+                "collective of the node runs at the slowest GPU's rate",
+                "compare `nvidia-smi nvlink -s -i N` and the fabric manager's log; drain the node "
+                "if links stay down",
+            )
+
+
+def _slower_siblings(topology: Topology, links: dict[str, list[Link]]) -> Iterator[TopologyFinding]:
+    """PCIe links of GPUs, and cables of NICs, below those of most others of their kind."""
+    for kind, wanted, what, remedy in (
+        (
+            DeviceKind.GPU,
+            frozenset({LinkKind.PCIE}),
+            "PCIe",
+            "reseat the card, look for a riser or slot with fewer lanes (`lspci -vv`, LnkCap and "
+            "LnkSta); an idle link may be shown slower than it is",
+        ),
+        (
+            DeviceKind.NIC,
+            frozenset({LinkKind.INFINIBAND, LinkKind.ETHERNET}),
+            "cable",
+            "check cable and switch port (`ibstatus`, `ethtool`); a plan with weighted shards "
+            "gives such a NIC less to do",
+        ),
+    ):
+        devices = [d for found in _by_node(topology, kind).values() for d in found]
+        rates: dict[str, float] = {}
+        for device in devices:
+            figures = [
+                figure.value
+                for link in links.get(device.id, ())
+                if link.kind in wanted and (figure := nominal_of(link)) is not None
+            ]
+            if figures:
+                rates[device.id] = min(figures)
+        if not rates:
+            continue
+        usual = Counter(rates.values()).most_common(1)[0][0]
+        slow = [name for name, rate in rates.items() if rate < 0.9 * usual]
+        if slow:
+            shown = _short([f"{name} ({format_rate(rates[name])})" for name in slow])
+            yield TopologyFinding(
+                what.lower(),
+                f"{what} slower than the usual {format_rate(usual)}: {shown}",
+                remedy,
+            )
+
+
+def _numa_unknown(topology: Topology) -> Iterator[TopologyFinding]:
+    nodes = {d.numa for d in topology.devices if d.kind is DeviceKind.CPU and d.numa is not None}
+    lost = [
+        device.id
+        for device in topology.devices
+        if device.kind in (DeviceKind.GPU, DeviceKind.NIC)
+        and device.numa is None
+        and carries_data(device)
+    ]
+    if len(nodes) > 1 and lost:
+        yield TopologyFinding(
+            "numa",
+            f"NUMA node not known: {_short(lost)}; processes may be bound to the far socket",
+            "give the provider's NCCL topology file, or bind by hand (`numactl --cpunodebind`)",
+        )
+
+
+def _far_nics(topology: Topology) -> Iterator[TopologyFinding]:
+    """GPUs of the first node whose nearest NIC lies beyond GPUDirect's reach, and idle NICs."""
+    if not topology.ranks:
+        return
+    devices = {device.id: device for device in topology.devices}
+    home = devices[topology.ranks[0]].node
+    gpus = [
+        rank
+        for rank in topology.ranks
+        if devices[rank].node == home and devices[rank].kind is DeviceKind.GPU
+    ]
+    nics = [nic.id for nic in _by_node(topology, DeviceKind.NIC).get(home, [])]
+    if not gpus or not nics:
+        return
+    paths = Paths(topology)
+    nearest = {gpu: paths.nearest_nics(gpu) for gpu in gpus}
+    far = [gpu for gpu, found in nearest.items() if found.path_class > _GPU_DIRECT]
+    if far:
+        worst = max(nearest[gpu].path_class for gpu in far)
+        level = worst.name if worst <= PathClass.SYS else PathClass.SYS.name
+        yield TopologyFinding(
+            "gpudirect",
+            f"the nearest NIC is reached only through a CPU ({level}): {_short(far)}; NCCL uses "
+            "GPUDirect RDMA up to PXB, so data takes the way through host memory",
+            "move NIC and GPU under one PCIe switch, or measure what "
+            f"NCCL_NET_GDR_LEVEL={level} does",
+        )
+    used = {nic for found in nearest.values() for nic in found.nics}
+    idle = [nic for nic in nics if nic not in used]
+    if idle:
+        yield TopologyFinding(
+            "idle nics",
+            f"nearest to no GPU: {_short(idle)}; rings and rails will not use them by themselves",
+            "leave them to storage, or spread the ranks over the GPUs near them",
+        )
+
+
+def _unequal_nodes(both: Levels) -> Iterator[TopologyFinding]:
+    shapes = [
+        (len(node.ranks), len(node.nics), sum(nic.nominal for nic in node.nics))
+        for node in both.nodes
+    ]
+    usual = Counter(shapes).most_common(1)[0][0]
+    odd = [
+        f"{node.name} ({shape[0]} ranks, {shape[1]} NICs, {format_rate(shape[2])})"
+        for node, shape in zip(both.nodes, shapes, strict=True)
+        if shape != usual
+    ]
+    if odd:
+        yield TopologyFinding(
+            "unequal nodes",
+            f"most nodes have {usual[0]} ranks and {usual[1]} NICs of {format_rate(usual[2])} "
+            f"together; different: {_short(odd)}",
+            "repair or replace them; until then plan with weighted shards (`topo-ar plan`)",
+        )
+
+
+def _dealt_out(both: Levels) -> Iterator[TopologyFinding]:
+    node_of = {rank: i for i, node in enumerate(both.nodes) for rank in node.ranks}
+    world = both.world_size
+    crossings = sum(node_of[rank] != node_of[(rank + 1) % world] for rank in range(world))
+    best = len(both.nodes) if len(both.nodes) > 1 else 0
+    if crossings > best:
+        yield TopologyFinding(
+            "rank order",
+            f"a ring in rank order leaves a node {crossings} times where {best} would do",
+            "number the ranks node by node (torchrun does; `srun --distribution=block`, "
+            "`mpirun --map-by slot`)",
+        )
+
+
+def _oversubscribed(both: Levels) -> Iterator[TopologyFinding]:
+    tight = []
+    for rack in both.racks:
+        inside = sum(nic.nominal for i in rack.nodes for nic in both.nodes[i].nics)
+        if rack.uplink.nominal < 0.99 * inside:
+            tight.append((inside / rack.uplink.nominal, rack.name))
+    if tight:
+        ratio = max(tight)[0]
+        yield TopologyFinding(
+            "uplinks",
+            f"the uplinks of {_short([name for _, name in tight])} carry up to {ratio:.3g} times "
+            "less than the NICs below them",
+            "keep a job within a rack, or plan with three levels (`topo-ar plan` does where it "
+            "pays)",
+        )
