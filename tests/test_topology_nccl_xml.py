@@ -1,10 +1,13 @@
 """NCCL topology files of real machines; the right answers are in data/nccl-xml/SOURCES.md."""
 
+import time
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from topo_ar.errors import TopologyError
 from topo_ar.topology.levels import levels
@@ -433,6 +436,122 @@ def test_several_hosts_in_one_file() -> None:
     topology = read(f'<system version="1">{text}</system>')
     assert topology.ranks == ("node1/gpu0", "node0/gpu0")
     assert Paths(topology).between(*topology.ranks).path_class is PathClass.DIS
+
+
+def test_one_pci_device_with_several_gpus() -> None:
+    parts = (
+        f'<gpu dev="{dev}" sm="100" rank="{dev}" mlopart="{dev}">{row("0000:c0:00.0", 18)}</gpu>'
+        for dev in range(2)
+    )
+    pci = GPU.format(i=0, speed="32.0 GT/s PCIe", inner="".join(parts))
+    topology = read(f'<system version="1"><cpu numaid="0">{pci}</cpu></system>')
+    assert [short(rank) for rank in topology.ranks] == ["gpu0", "gpu1"]
+    gpus = devices(topology, DeviceKind.GPU)
+    assert [gpu.attributes["mlopart"] for gpu in gpus] == ["0", "1"]
+    assert any("several GPUs (MLOPart)" in note for note in topology.notes)
+
+
+def test_switches_that_are_peers() -> None:
+    bridge = (
+        '<pci busid="0000:{a}:00.0" class="0x060400" link_speed="32.0 GT/s PCIe" link_width="16">'
+        '<pcilink target="0000:{b}:00.0"/>{inner}</pci>'
+    )
+    gpu = GPU.format(i=1, speed="32.0 GT/s PCIe", inner='<gpu dev="0" sm="90" rank="0"/>')
+    nic = '<pci busid="0000:02:00.0" class="0x020700"/>'
+    pci = bridge.format(a="10", b="20", inner=gpu) + bridge.format(a="20", b="10", inner=nic)
+    topology = read(f'<system version="1"><cpu numaid="0">{pci}</cpu></system>')
+    path = Paths(topology).between("node0/gpu0", "node0/nic0")
+    assert (path.path_class, path.bandwidth) == (PathClass.PXB, None)
+    assert any("rate between PCIe switches that are peers" in note for note in topology.notes)
+    alone = bridge.format(a="10", b="99", inner=gpu)
+    topology = read(f'<system version="1"><cpu numaid="0">{alone}</cpu></system>')
+    assert any("peer of a PCIe switch that the file lacks" in note for note in topology.notes)
+
+
+def test_gpus_of_a_hint_file_say_that_their_links_are_not_described() -> None:
+    for name, known in (("azure-ndv4.xml", False), ("azure-ncv4.xml", None)):
+        gpus = devices(load(name), DeviceKind.GPU)
+        assert {gpu.attributes.get("links_known") for gpu in gpus} == {known}
+
+
+def test_the_same_bus_id_on_two_hosts() -> None:
+    gpus = "".join(
+        GPU.format(i=i, speed="16 GT/s", inner=f'<gpu dev="{i}" sm="80">{nvlink}</gpu>')
+        for i, nvlink in enumerate(
+            (row("0000:01:00.0", 4, "0x0302"), row("0000:00:00.0", 4, "0x0302"))
+        )
+    )
+    cpus = "".join(f'<cpu host_hash="{h}" numaid="0">{gpus}</cpu>' for h in ("0x1", "0x2"))
+    topology = read(f'<system version="1">{cpus}</system>')
+    links = {frozenset((link.a, link.b)) for link in topology.links if link.kind == "nvlink"}
+    assert links == {frozenset((f"node{n}/gpu0", f"node{n}/gpu1")) for n in range(2)}
+
+
+def read_or_refuse(text: str) -> None:
+    """A topology, or one TopologyError in one line; never anything else, never a hang."""
+    start = time.monotonic()
+    said = ""
+    try:
+        topology = read(text if "\n" in text else text + "\n")
+    except TopologyError as error:
+        said = str(error)
+    else:
+        assert from_json(to_json(topology)) == topology
+    assert "\n" not in said
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_files_cut_off_anywhere(name: str) -> None:
+    lines = (DATA / name).read_text().splitlines(keepends=True)
+    for end in range(0, len(lines), 10):
+        read_or_refuse("".join(lines[:end]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(ALL),
+    flips=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8
+    ),
+)
+def test_files_with_wrong_bytes(name: str, flips: list[tuple[float, int]]) -> None:
+    raw = bytearray((DATA / name).read_bytes())
+    for where, byte in flips:
+        raw[int(where * len(raw))] = byte
+    read_or_refuse(raw.decode("utf-8", "replace"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(ALL),
+    where=st.floats(0, 1, exclude_max=True),
+    value=st.sampled_from(["-1", "0", "9" * 400, "1e308", "nan", "inf", "x", "", "0x1", "1.5"]),
+)
+def test_files_with_wrong_values(name: str, where: float, value: str) -> None:
+    parts = (DATA / name).read_text().split('"')
+    parts[2 * int(where * (len(parts) // 2)) + 1] = value
+    read_or_refuse('"'.join(parts))
+
+
+BOMB = (
+    "<!DOCTYPE s [<!ENTITY a0 'x'>"
+    + "".join(f"<!ENTITY a{i} '{f'&a{i - 1};' * 10}'>" for i in range(1, 12))
+    + "]><system version='1'>&a11;</system>"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB,
+        "<!DOCTYPE s [<!ENTITY x SYSTEM 'file:///etc/passwd'>]><system version='1'>&x;</system>",
+        "<!DOCTYPE s SYSTEM 'http://localhost:1/x.dtd'><system version='1'><cpu/></system>",
+    ],
+)
+def test_entities_are_never_followed(text: str) -> None:
+    with pytest.raises(TopologyError, match="safely|no known root|not well-formed|holds no"):
+        read(text)
 
 
 @pytest.mark.parametrize(

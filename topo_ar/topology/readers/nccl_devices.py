@@ -1,7 +1,9 @@
 """The devices of an NCCL topology file while it is read: collected, then named, then added."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from topo_ar.topology.model import (
     Device,
@@ -17,6 +19,12 @@ from topo_ar.topology.rates import pcie_rates
 from topo_ar.topology.readers.xml_tree import Element
 
 FABRIC = "fabric"
+
+LINKS_KNOWN = "links_known"
+"""Attribute of a GPU: false where the file says nothing about NVLink, as hint files do."""
+
+NET_ATTRIBUTES = ("dev", "port", "guid", "maxconn", "coll", "rail", "plane")
+"""What is kept of a port beside its name, speed and latency."""
 
 _INFINIBAND_CLASSES = ("0x0207", "0x0c06")
 
@@ -41,7 +49,11 @@ class Pending:
 
 @dataclass(slots=True)
 class Draft:
-    """A topology in the making; `gaps` collects for each thing that is missing where it is."""
+    """A topology in the making.
+
+    `gaps` collects for each thing that is missing where it is; `peers` are rows of PCIe switches
+    that name a peer: node, own id, bus id of the peer.
+    """
 
     name: str
     devices: list[Device] = field(default_factory=list)
@@ -50,6 +62,7 @@ class Draft:
     pending: list[Pending] = field(default_factory=list)
     ids: dict[int, str] = field(default_factory=dict)
     gaps: dict[str, list[str]] = field(default_factory=dict)
+    peers: list[tuple[str, str, str]] = field(default_factory=list)
 
     def lacks(self, what: str, where: str) -> None:
         """Remember that the file does not say `what` of `where`."""
@@ -84,7 +97,7 @@ class Draft:
 
 def pci_attributes(pci: Element) -> dict[str, str | int | float | bool]:
     """Return what identifies a PCI device, in lower case."""
-    kept = ("busid", "class", "vendor", "device")
+    kept = ("busid", "class", "vendor", "device", "subsystem_vendor", "subsystem_device")
     return {name: value.lower() for name in kept if (value := pci.text(name))}
 
 
@@ -116,8 +129,12 @@ def name_devices(draft: Draft) -> None:
             number = next_free.get(key, 0)
             next_free[key] = number + 1
         device_id = f"{found.node}/{found.kind.value}{number}"
-        draft.ids[index] = device_id if device_id not in taken else f"{device_id}@{found.busid}"
-        taken.add(draft.ids[index])
+        if device_id in taken:
+            device_id += f"@{found.busid}"
+        if device_id in taken:
+            device_id = next(n for i in count(1) if (n := f"{device_id}.{i}") not in taken)
+        draft.ids[index] = device_id
+        taken.add(device_id)
     for index, found in enumerate(draft.pending):
         if found.kind is DeviceKind.GPU:
             _add_gpu(draft, draft.ids[index], found)
@@ -131,6 +148,21 @@ def name_devices(draft: Draft) -> None:
         )
 
 
+def join_peers(draft: Draft) -> None:
+    """Join PCIe switches that name each other as peers (rows ``pcilink``), without a rate."""
+    known = {device.id for device in draft.devices}
+    joined = set[tuple[str, str]]()
+    for node, own, busid in draft.peers:
+        far = f"{node}/pci-{busid}"
+        pair = (min(own, far), max(own, far))
+        if far not in known or far == own:
+            draft.lacks("peer of a PCIe switch that the file lacks, left out", busid)
+        elif pair not in joined:
+            joined.add(pair)
+            draft.links.append(Link(*pair, LinkKind.PCIE))
+            draft.lacks("rate between PCIe switches that are peers not in the file", own)
+
+
 def _first_net(found: Pending) -> Element | None:
     nets = found.inner.each("net") if found.inner else []
     return nets[0] if nets else None
@@ -139,8 +171,10 @@ def _first_net(found: Pending) -> Element | None:
 def _add_gpu(draft: Draft, device_id: str, gpu: Pending) -> None:
     assert gpu.pci is not None
     attributes = pci_attributes(gpu.pci)
-    if gpu.inner is not None:
-        for name in ("dev", "sm", "gcn", "gdr"):
+    if gpu.inner is None:
+        attributes[LINKS_KNOWN] = False
+    else:
+        for name in ("dev", "sm", "gcn", "arch", "gdr", "mlopart"):
             if value := gpu.inner.text(name):
                 attributes[name] = value
     draft.devices.append(Device(device_id, DeviceKind.GPU, gpu.node, gpu.numa, attributes))
@@ -153,6 +187,7 @@ def _add_nic(draft: Draft, device_id: str, nic: Pending) -> None:
     if nets:
         attributes["name"] = ",".join(net.text("name") or "" for net in nets)
         attributes["gdr"] = nets[0].text("gdr") or "0"
+        attributes |= _net_attributes(nets)
     draft.devices.append(Device(device_id, DeviceKind.NIC, nic.node, nic.numa, attributes))
     if nic.pci is not None:
         draft.links.append(pcie_link(draft, nic.pci, device_id, nic.parent))
@@ -178,6 +213,18 @@ def _add_nic(draft: Draft, device_id: str, nic: Pending) -> None:
             count=len(nets),
         )
     )
+
+
+def _net_attributes(nets: Sequence[Element]) -> dict[str, str | int | float | bool]:
+    """Return what identifies the ports of a NIC, one value a port joined by commas."""
+    found: dict[str, str | int | float | bool] = {}
+    for name in NET_ATTRIBUTES:
+        values = [net.text(name) or "" for net in nets]
+        if any(values):
+            found[name] = ",".join(values)
+    if len({net.text("speed") for net in nets}) > 1:
+        found["speed"] = ",".join(net.text("speed") or "" for net in nets)
+    return found
 
 
 def _port_rate(draft: Draft, device_id: str, nets: list[Element]) -> Figure:

@@ -39,7 +39,8 @@ def read_gpu_links(gpus: list[GpuRow]) -> GpuLinks:
     counts: Counts = Counter()
     notes: list[str] = []
     c2c: list[Link] = []
-    by_busid = {(gpu.node, gpu.busid): gpu for gpu in gpus}
+    # Of several GPUs in one PCI device the first stands for the device.
+    by_busid = {(gpu.node, gpu.busid): gpu for gpu in reversed(gpus)}
     for gpu in gpus:
         for row in gpu.element.children if gpu.element else []:
             if row.tag in ("nvlink", "xgmi"):

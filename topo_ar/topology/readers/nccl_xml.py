@@ -12,6 +12,7 @@ from topo_ar.topology.rates import interconnect_rate
 from topo_ar.topology.readers.nccl_devices import (
     Draft,
     Pending,
+    join_peers,
     name_devices,
     pci_attributes,
     pcie_link,
@@ -32,6 +33,7 @@ _KNOWN = {
     "nvlink": {"target", "count", "tclass"},
     "xgmi": {"target", "count", "tclass"},
     "c2c": {"bw", "count"},
+    "pcilink": {"target"},
     "nic": set[str](),
     "net": {
         *("name", "dev", "latency", "speed", "port", "guid", "maxconn", "gdr", "coll", "rail"),
@@ -78,6 +80,7 @@ def read_text(text: str, name: str) -> Topology:
     for together in cpus.values():
         _join_cpus(draft, together)
     name_devices(draft)
+    join_peers(draft)
     rows = [GpuRow(i, gpu.node, gpu.cpu, gpu.busid, gpu.inner) for i, gpu in draft.gpus()]
     found = read_gpu_links(rows)
     draft.devices += found.switches
@@ -150,9 +153,13 @@ def _add_pci(
     else:
         _add_bridge(draft, pci, node, numa, cpu, parent)
         return
-    if len(gpus) + len(nics) > 1:
+    parts = gpus[1:] if kind is DeviceKind.GPU else []
+    if parts:
+        draft.lacks("one PCI device with several GPUs (MLOPart), which share its links", busid)
+    if len(nics) > 1 or (gpus and nics):
         draft.lacks("several functions in one PCI device, only the first is read", busid)
-    draft.pending.append(Pending(kind, node, numa, cpu, parent, pci, inner))
+    for each in (inner, *parts):
+        draft.pending.append(Pending(kind, node, numa, cpu, parent, pci, each))
 
 
 def _add_bridge(
@@ -166,6 +173,8 @@ def _add_bridge(
     draft.links.append(pcie_link(draft, pci, device_id, parent))
     for child in pci.each("pci"):
         _add_pci(draft, child, node, numa, cpu, device_id)
+    for row in pci.each("pcilink"):
+        draft.peers.append((node, device_id, (row.text("target") or "").lower()))
 
 
 def _join_cpus(draft: Draft, cpus: list[tuple[str, Element]]) -> None:

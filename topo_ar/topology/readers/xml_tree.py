@@ -1,6 +1,7 @@
 """XML of unknown origin as a small tree that remembers line numbers."""
 
 import io
+import math
 from dataclasses import dataclass, field
 from xml.sax import SAXException, SAXParseException
 from xml.sax.handler import ContentHandler
@@ -12,6 +13,8 @@ from defusedxml import DefusedXmlException
 from topo_ar.errors import TopologyError
 
 _MAX_DEPTH = 256
+# Beyond this a file holds noise, and a float would round.
+_LARGEST = 1 << 53
 
 
 @dataclass(slots=True)
@@ -51,11 +54,14 @@ class Element:
         """
         text = self.text(name)
         try:
-            return None if text is None else int(text)
+            value = None if text is None else int(text)
         except ValueError:
+            value = _LARGEST + 1
+        if value is not None and abs(value) > _LARGEST:
             raise TopologyError(
                 f"{self.place}: {name}={text!r} of <{self.tag}> is not a whole number"
-            ) from None
+            )
+        return value
 
     def number(self, name: str) -> float | None:
         """Return an attribute as a float, None where it is absent or empty.
@@ -67,11 +73,12 @@ class Element:
         """
         text = self.text(name)
         try:
-            return None if text is None else float(text)
+            value = None if text is None else float(text)
         except ValueError:
-            raise TopologyError(
-                f"{self.place}: {name}={text!r} of <{self.tag}> is not a number"
-            ) from None
+            value = math.nan
+        if value is not None and not math.isfinite(value):
+            raise TopologyError(f"{self.place}: {name}={text!r} of <{self.tag}> is not a number")
+        return value
 
 
 def parse(text: str, file: str) -> Element:
