@@ -8,11 +8,13 @@ import ctypes
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from topo_ar.cli.main import app
 from topo_ar.errors import TopologyError
 from topo_ar.topology.cuda_order import cuda_order, visibility_note
 from topo_ar.topology.levels import levels
-from topo_ar.topology.model import LinkKind, Source
+from topo_ar.topology.model import LinkKind, Source, from_json
 from topo_ar.topology.nvml import conclude
 from topo_ar.topology.nvml_answers import (
     FabricAnswer,
@@ -430,3 +432,15 @@ def test_every_question_is_asked_by_itself(monkeypatch):
     assert answer.links_end.error == 2
     assert (answers.driver, answers.visible, answers.order) == ("580.65.06", "0", None)
     assert levels(probe(nvml=answers)).world_size == 1
+
+
+def test_a_recording_is_probed_elsewhere(tmp_path):
+    recording, copy = tmp_path / "nvml.json", tmp_path / "copy.json"
+    write_answers(dgx("NVIDIA H100 80GB HBM3", (9, 0), 18, 26562, 6), recording)
+    arguments = ["probe", "--nvml", str(recording), "--record-nvml", str(copy), "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    topology = from_json(done.output)
+    assert len(topology.ranks) == 8
+    assert levels(topology).nodes[0].intra.nominal == pytest.approx(450e9)
+    assert read_answers(copy) == read_answers(recording)

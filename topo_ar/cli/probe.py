@@ -19,6 +19,14 @@ def probe(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, nothing else.")
     ] = False,
+    record_nvml: Annotated[
+        Path | None,
+        typer.Option("--record-nvml", help="Write what NVML answers, to be looked at elsewhere."),
+    ] = None,
+    nvml: Annotated[
+        Path | None,
+        typer.Option("--nvml", help="Take NVML's answers from such a recording."),
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -54,9 +62,14 @@ def probe(
         raise ConfigError("--times and --against go with --measure; add it, or leave them out")
     from topo_ar.cli.show import print_topology
     from topo_ar.topology.model import to_json
+    from topo_ar.topology.nvml_answers import read_answers, write_answers
+    from topo_ar.topology.nvml_ask import ask_nvml
     from topo_ar.topology.probe import probe as probe_host
 
-    topology = probe_host(ranks)
+    answers = read_answers(nvml) if nvml is not None else ask_nvml()
+    if record_nvml is not None:
+        write_answers(answers, record_nvml)
+    topology = probe_host(ranks, nvml=answers)
     if output is not None:
         try:
             output.write_bytes(to_json(topology) + b"\n")
