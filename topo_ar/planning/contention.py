@@ -59,10 +59,6 @@ class SharedPorts:
             busiest(down, self.uplinks),
         )
 
-    def longest_message(self) -> float:
-        """Return the seconds per byte of one message over the slowest NICs or uplink, alone."""
-        return max(1 / rate for rate in (*self.bandwidths, *self.uplinks))
-
     def all_to_all(self, senders: Sequence[float], shares: Sequence[float]) -> float:
         """Return how long it takes when every sender sends each node's share to that node.
 

@@ -49,7 +49,7 @@ def _place(position: int, size: int, tree: int) -> int:
 def _parents(plan: Plan, chunk: int, tree: int) -> dict[int, int | None]:
     """Return the parent of every rank, children before their parents."""
     chains = [
-        [node[(place + 2 * chunk + tree) % len(node)] for place in range(len(node))]
+        [node[(place + chunk + tree) % len(node)] for place in range(len(node))]
         for node in plan.nodes
     ]
     above = tree_parents(len(chains), tree)
