@@ -1,0 +1,1 @@
+"""Gradient compression between nodes: one codec a file behind one small protocol."""

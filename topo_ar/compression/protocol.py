@@ -1,0 +1,137 @@
+"""What a codec does, and what it may ask of the ranks around it.
+
+After the exact reduction inside a node each local rank holds a *shard*: the node's sum of some
+elements of a bucket. The ranks that hold the same shard, one per node, are a *rail*. A codec adds
+up the shards of a rail with fewer bytes than they have, and says what it lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from topo_ar.planning.codecs import Codec
+
+
+class Group(Protocol):
+    """Ranks that exchange tensors; all members call the same operations in the same order.
+
+    `index` is this rank's position, `size` the number of members. Every operation returns the same
+    bits on all members: each element is added up by one of them, in the order of positions, in at
+    least fp32.
+    """
+
+    index: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the members' tensors of equal shape and dtype."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every member's tensor, in order of positions; lengths may differ."""
+        ...
+
+    def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send ``parts[i]`` to member i and return what each member sent here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one parameter in a shard.
+
+    Attributes
+    ----------
+    name : str
+        The parameter's name in the model.
+    shape : tuple of int
+        The shape of the whole parameter.
+    begin, end : int
+        The run, in elements of the flattened parameter.
+    offset : int
+        Where the run begins in the shard.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a shard is made of: pieces that tile it in order. `bucket` numbers the bucket."""
+
+    bucket: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the shard."""
+        return sum(piece.end - piece.begin for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What a codec made of a rail's shards.
+
+    Attributes
+    ----------
+    total : Tensor
+        The sum over the rail as every member decodes it; the same bits on all members. fp32, flat.
+    own : Tensor
+        What of this member's shard is in `total`. The sum of `own` over the members is `total` (up
+        to the rounding of fp32), so that ``shard - own`` over all members is exactly what was
+        lost: the member that sums and encodes again takes that second loss upon itself.
+    sent_nbytes : int
+        Bytes that this member sent.
+    """
+
+    total: torch.Tensor
+    own: torch.Tensor
+    sent_nbytes: int
+
+
+class Compressor(Protocol):
+    """A codec at work on this rank. It keeps no error memory; `ErrorFeedback` does, around any.
+
+    `reduce` must leave every state of its own (such as PowerSGD's Q) as it was until `commit` is
+    called: a step that turns out not to be finite is never committed.
+    """
+
+    codec: Codec
+
+    def reduce(
+        self, shard: torch.Tensor, layout: Layout, rail: Group, node: Group, step: int
+    ) -> Reduced:
+        """Add up the shards of the rail.
+
+        Parameters
+        ----------
+        shard : Tensor
+            fp32, flat, finite, ``layout.numel`` elements; not changed.
+        layout : Layout
+            What the shard is made of.
+        rail : Group
+            The ranks with the same shard, one per node.
+        node : Group
+            The co-located ranks, whose shards tile the bucket; all call `reduce` together.
+        step : int
+            Counts synchronised steps, the same on all ranks; the seed of what is random.
+        """
+        ...
+
+    def commit(self, layout: Layout) -> None:
+        """Keep the state that the last `reduce` of this layout's bucket made."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the state by name, tensors only; the same on all nodes, by piece of parameter."""
+        ...
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over a state."""
+        ...
