@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from topo_ar.errors import TopologyError
+from topo_ar.topology.join_fabric import join_fabric
+from topo_ar.topology.merge_machine import merge_machine
 from topo_ar.topology.model import Device, DeviceKind, Topology, validate
 from topo_ar.topology.readers import Description
 
@@ -14,19 +16,42 @@ FABRIC = "fabric"
 def combine(descriptions: Sequence[Description]) -> Topology:
     """Return the one topology that several descriptions make.
 
-    Descriptions of one machine are merged. Where one of them is a fabric, the machines are joined
-    through it.
+    Descriptions of one machine are merged. With a fabric among them, machines are joined through
+    it: those with a host's name are that host, and a single machine without one stands for all
+    hosts of the fabric.
 
     Raises
     ------
     TopologyError
-        If there are none, or they do not fit each other.
+        If there are none, several fabrics, or they do not fit each other.
     """
-    if len(descriptions) != 1:
+    fabrics = [description for description in descriptions if is_fabric(description.topology)]
+    machines = [description for description in descriptions if description not in fabrics]
+    if len(descriptions) == 1:
+        return descriptions[0].topology
+    if not fabrics:
+        return merge_machine(machines)
+    if len(fabrics) > 1 or not machines:
         raise TopologyError(
-            f"{len(descriptions)} descriptions cannot be made one; give one for now"
+            f"{', '.join(fabric.topology.name for fabric in fabrics)} each describe a whole "
+            "network; give one of them, and descriptions of its machines"
         )
-    return descriptions[0].topology
+    fabric = fabrics[0].topology
+    by_node: dict[str, list[Description]] = {}
+    for machine in machines:
+        node = next((d.node for d in machine.topology.devices if d.node is not None), "")
+        by_node.setdefault(node, []).append(machine)
+    merged = {node: merge_machine(together) for node, together in by_node.items()}
+    hosts = {device.node for device in fabric.devices}
+    if len(merged) == 1 and not merged.keys() & hosts:
+        merged = dict.fromkeys("*", *merged.values())
+    return join_fabric(merged, fabric)
+
+
+def is_fabric(topology: Topology) -> bool:
+    """Return whether `topology` describes a network and nothing inside the hosts on it."""
+    outside = (DeviceKind.SWITCH, DeviceKind.HOST, DeviceKind.NIC)
+    return not topology.ranks and all(device.kind in outside for device in topology.devices)
 
 
 def merge_hosts(hosts: Sequence[Topology], groups: Sequence[Sequence[int]]) -> Topology:

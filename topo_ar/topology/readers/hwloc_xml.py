@@ -205,6 +205,8 @@ class _Draft:
             self.links += found[0]
             self.notes += found[1]
         elif self.ranks:
+            for device_id in self.ranks:
+                self.devices[device_id].attributes["links_known"] = False
             self.notes.append(
                 f"{len(self.ranks)} GPUs; NVLink is not described, which is not the same as "
                 "no NVLink"
