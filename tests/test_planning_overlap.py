@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topo_ar.planning.cost import pipeline_seconds
 from topo_ar.planning.overlap import Chunk, Job, exposed_seconds, finish, one_queue
+from topo_ar.planning.pipelines import end_of_chunks
 
 READY = [10, 20, 30, 40]
 
@@ -69,7 +69,8 @@ def test_what_is_hidden_is_not_negative():
 # --- laws ---
 
 _NUMBER = st.integers(0, 12).map(Fraction)
-_CHUNK = st.builds(Chunk, _NUMBER, st.integers(0, 3).map(Fraction), _NUMBER, _NUMBER)
+_FEW = st.integers(0, 3).map(Fraction)
+_CHUNK = st.builds(Chunk, _NUMBER, _FEW, _NUMBER, _NUMBER, _FEW)
 _JOBS = st.lists(
     st.builds(
         Job, st.integers(0, 60), st.lists(_CHUNK, min_size=1, max_size=4).map(tuple), st.booleans()
@@ -79,12 +80,20 @@ _JOBS = st.lists(
 ).map(lambda jobs: sorted(jobs, key=lambda job: job.ready))
 
 
-@given(st.lists(st.tuples(_NUMBER, _NUMBER), min_size=1, max_size=8))
+@given(st.lists(st.tuples(_NUMBER, _NUMBER, _NUMBER, _FEW), min_size=1, max_size=8))
 @settings(max_examples=60)
 def test_one_buffer_is_the_cost_models_pipeline(stages):
-    job = Job(0, tuple(Chunk(local, 0, remote, local) for local, remote in stages))
-    intra, inter = zip(*stages, strict=True)
-    assert finish([job]) == [pipeline_seconds(intra, inter)]
+    inward, middle, outward, trailing = zip(*stages, strict=True)
+    job = Job(0, tuple(Chunk(a, 0, t, b, late) for a, t, b, late in stages))
+    assert finish([job]) == [end_of_chunks([inward], middle, [outward], trailing)]
+
+
+@given(_JOBS)
+@settings(max_examples=30)
+def test_scaling_scales(jobs):
+    for job in jobs:
+        assert job.scaled(3, 0).seconds_alone == 3 * job.seconds_alone
+        assert job.scaled(1, 5).ready == job.ready + 5
 
 
 @given(_JOBS)

@@ -75,10 +75,10 @@ def test_doctor_explains_gloos_interface_variable(monkeypatch: pytest.MonkeyPatc
 
 def test_torchs_private_names_are_there(ranks) -> None:
     """A torch that renames them must fail here, not in a user's job."""
-    assert ranks.run(_private_names, 1) == [(0, False, False)]
+    assert ranks.run(_private_names, 1) == [(0, False, False, None)]
 
 
-def _private_names(rank: int, world_size: int) -> tuple[int, bool, bool]:
+def _private_names(rank: int, world_size: int) -> tuple[int, bool, bool, float | None]:
     from topo_ar.execution import torch_private
 
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -87,4 +87,5 @@ def _private_names(rank: int, world_size: int) -> tuple[int, bool, bool]:
         torch_private.registered_hooks(model),
         torch_private.is_static_graph(model),
         torch_private.skips_unused(model),
+        torch_private.bucket_cap_mib(model),
     )

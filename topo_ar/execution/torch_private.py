@@ -20,6 +20,11 @@ def is_static_graph(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph)
 
 
+def bucket_cap_mib(ddp: DistributedDataParallel) -> float | None:
+    """Return the bucket cap of `ddp` in MiB, None for torch's default with its small first one."""
+    return None if ddp.bucket_bytes_cap_default else float(ddp.bucket_bytes_cap / (1 << 20))
+
+
 def skips_unused(ddp: DistributedDataParallel) -> bool:
     """Tell whether `ddp` leaves out the reduction of unused parameters."""
     return bool(getattr(ddp, "skip_all_reduce_unused_params", False))

@@ -4,6 +4,7 @@ No ``from __future__ import annotations`` here: torch compares the hook's annota
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -12,21 +13,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from topo_ar.errors import ConfigError, ExecutionError
+from topo_ar.errors import ConfigError, ExecutionError, TopoError
 from topo_ar.execution.communicator import DEFAULT_TIMEOUT_S, Communicator
 from topo_ar.execution.torch_private import (
     GradBucket,
+    bucket_cap_mib,
     hooks_each_parameter,
     is_static_graph,
     registered_hooks,
     skips_unused,
 )
+from topo_ar.integrations.bucket_cap import advice, planned_cap
 from topo_ar.integrations.trace import Recorder
+from topo_ar.planning.joint_reasons import cap_name
 from topo_ar.planning.plan import Plan
+from topo_ar.planning.policy import parse_policy
+from topo_ar.planning.training_plan import TrainingPlan
 from topo_ar.telemetry.bucket_trace import BucketTrace
 from topo_ar.topology.model import Topology
 
 logger = logging.getLogger("topo_ar")
+
+# Steps after which the log says what another bucket cap would gain.
+_ADVICE_AFTER_STEPS = 20
 
 _EACH_PARAMETER = (
     "torch._dynamo.config.optimize_ddp='python_reducer' hands hooks single gradients, not buckets; "
@@ -46,11 +55,19 @@ class DDPHook:
         Over the ranks of the DDP's process group.
     recorder : Recorder, optional
         Keeps the bucket trace.
+
+    Attributes
+    ----------
+    advise : callable or None
+        Called once, at the first bucket after 20 steps.
+    error : BaseException or None
+        Why the hook failed.
     """
 
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
         self.communicator: Communicator | None = communicator
         self.recorder = recorder
+        self.advise: Callable[[], None] | None = None
         self.error: BaseException | None = None
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -70,6 +87,9 @@ class DDPHook:
             tensor = bucket.buffer()
             on_done = None
             if self.recorder is not None:
+                if self.advise is not None and self.recorder.num_steps > _ADVICE_AFTER_STEPS:
+                    advise, self.advise = self.advise, None
+                    advise()
                 on_done = partial(self.recorder.done, self.recorder.called(bucket, tensor))
             return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done)
         except BaseException as error:
@@ -80,16 +100,26 @@ class DDPHook:
             return failed
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"communicator": None, "recorder": None, "error": None}
+        return {"communicator": None, "recorder": None, "advise": None, "error": None}
 
 
 class Handle:
-    """What `attach` returns: the communicator, the bucket trace, and `close`."""
+    """What `attach` returns: the communicator, the bucket trace, advice, and `close`."""
 
-    def __init__(self, hook: DDPHook, communicator: Communicator, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        hook: DDPHook,
+        communicator: Communicator,
+        recorder: Recorder,
+        ddp: DistributedDataParallel,
+        plan: str | Plan,
+    ) -> None:
         self.hook = hook
         self.communicator = communicator
         self._recorder = recorder
+        self._plan = plan
+        self._cap_mib = bucket_cap_mib(ddp)
+        self._devices = sorted({p.device.type for p in ddp.parameters() if p.requires_grad})
 
     @property
     def error(self) -> BaseException | None:
@@ -99,6 +129,40 @@ class Handle:
     def trace(self) -> BucketTrace:
         """Return the bucket trace of the last steps."""
         return self._recorder.snapshot(self.communicator.world_size)
+
+    def advice(self, policy: str = "exact", optimizer: str = "") -> TrainingPlan:
+        """Return what the last steps say about bucket cap and codecs, on this rank alone.
+
+        Nothing is changed. `TrainingPlan.reason` says it in sentences.
+
+        Parameters
+        ----------
+        policy : str
+            ``exact``, ``lossy:BOUND`` or names of codecs, as for `parse_policy`.
+        optimizer : str
+            Such as ``adamw``: codecs that are a risk with it are left out.
+
+        Raises
+        ------
+        ConfigError
+            If no step was trained yet or the policy is none.
+        """
+        return advice(
+            self.trace(),
+            self.communicator,
+            self._plan,
+            self._cap_mib,
+            self._devices,
+            parse_policy(policy, optimizer),
+        )
+
+    def _log_advice(self) -> None:
+        try:
+            found = self.advice()
+        except TopoError as error:
+            logger.info("no advice on the bucket cap: %s", error)
+            return
+        logger.info("advice after %d steps: %s", self._recorder.num_steps - 1, found.reason)
 
     def close(self) -> None:
         """Close the communicator; the DDP cannot run backward afterwards."""
@@ -142,6 +206,15 @@ def attach(
         model = DistributedDataParallel(module)
         handle = topo_ar.attach(model)
     """
+    _check(ddp)
+    communicator = Communicator(
+        ddp.process_group, topology=topology, plan=plan, timeout_s=timeout_s
+    )
+    return _attached(ddp, communicator, plan)
+
+
+def _check(ddp: object) -> None:
+    """Refuse what the hook cannot serve."""
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(f"attach takes a DistributedDataParallel, not a {type(ddp).__name__}")
     if registered_hooks(ddp):
@@ -158,15 +231,18 @@ def attach(
         raise ConfigError(_EACH_PARAMETER)
     if is_static_graph(ddp):
         logger.warning("static_graph=True: torch fails in no_sync() then, with or without a hook")
-    communicator = Communicator(
-        ddp.process_group, topology=topology, plan=plan, timeout_s=timeout_s
-    )
+
+
+def _attached(ddp: DistributedDataParallel, communicator: Communicator, plan: str | Plan) -> Handle:
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     recorder = Recorder(names)
     hook = DDPHook(communicator, recorder)
     ddp.register_comm_hook(None, hook.hook)
     ddp.register_forward_hook(recorder.forward_done)
-    return Handle(hook, communicator, recorder)
+    handle = Handle(hook, communicator, recorder, ddp, plan)
+    if communicator.rank == 0 and logger.isEnabledFor(logging.INFO):
+        hook.advise = handle._log_advice
+    return handle
 
 
 def ddp(
@@ -177,7 +253,10 @@ def ddp(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     **options: Any,
 ) -> DistributedDataParallel:
-    """Return `module` wrapped in DDP with the planned all-reduce attached.
+    """Return `module` wrapped in DDP with the planned bucket cap and all-reduce.
+
+    The cap is chosen for topology, sizes and dtypes, with a backward that takes as long as the
+    communication; it is the same on all ranks. ``bucket_cap_mb=`` given by the caller wins.
 
     Parameters
     ----------
@@ -193,6 +272,22 @@ def ddp(
     ConfigError
         As for `attach`.
     """
-    model = DistributedDataParallel(module, **options)
-    attach(model, plan=plan, topology=topology, timeout_s=timeout_s)
+    group = options.get("process_group")
+    if group is None and options.get("device_mesh") is not None:
+        group = options["device_mesh"].get_group(mesh_dim=0)
+    communicator = Communicator(group, topology=topology, plan=plan, timeout_s=timeout_s)
+    try:
+        if options.get("bucket_cap_mb") is None and not options.get("bucket_cap_mb_list"):
+            planned = planned_cap(module, communicator, plan)
+            if planned is not None and planned.bucket_cap_mib is not None:
+                options["bucket_cap_mb"] = planned.bucket_cap_mib
+            if planned is not None and communicator.rank == 0:
+                cap = cap_name(planned.bucket_cap_mib)
+                logger.info("bucket cap %s: %s %s", cap, planned.reason, planned.backward_source)
+        model = DistributedDataParallel(module, **options)
+        _check(model)
+        _attached(model, communicator, plan)
+    except BaseException:
+        communicator.close()
+        raise
     return model

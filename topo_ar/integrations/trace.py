@@ -27,6 +27,11 @@ class Recorder:
         self._backward_begin = time.monotonic()
         self._last_index: int | None = None
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps were begun, also those no longer kept."""
+        return self._num_started
+
     def forward_done(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         """Note the end of a forward pass; a forward hook of the DDP."""
         self._backward_begin = time.monotonic()

@@ -6,11 +6,11 @@ policy allows.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from topo_ar.errors import PlanError
 from topo_ar.planning import joint_reasons
-from topo_ar.planning.buckets import Backward, Bucket, ddp_buckets
+from topo_ar.planning.buckets import Backward, Bucket, ddp_buckets, uniform_backward
 from topo_ar.planning.calibration import Calibration
 from topo_ar.planning.candidates import Setting
 from topo_ar.planning.codec_costs import (
@@ -23,7 +23,7 @@ from topo_ar.planning.codecs import NONE, Codec
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.occupancy import MODES, Pricing
 from topo_ar.planning.overlap import Job, exposed_seconds, finish
-from topo_ar.planning.parameters import total_numel
+from topo_ar.planning.parameters import Parameter, total_numel
 from topo_ar.planning.plan import Family
 from topo_ar.planning.policy import Policy, parse_policy
 from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
@@ -48,6 +48,35 @@ class Choice:
     exposed: float
 
 
+def balanced_backward(
+    levels: Levels,
+    parameters: Sequence[Parameter],
+    *,
+    runtime: Runtime = CPU_RUNTIME,
+    families: Collection[Family] | None = None,
+    cap_mib: float | None = None,
+) -> Backward:
+    """Return a backward through `parameters` that takes as long as their exact communication.
+
+    It stands for one of unknown length: a longer one hides everything but the last bucket, a
+    shorter one hides little, and in between the bucket cap matters most. The same on every rank.
+
+    Raises
+    ------
+    ConfigError
+        If there are no parameters.
+    PlanError
+        If the levels contradict themselves.
+    """
+    pricing = _pricing(levels, runtime, None, None, families)
+    backward = uniform_backward(parameters, 0.0)
+    buckets = ddp_buckets(backward, cap_mib)
+    seconds = sum(pricing.candidate(bucket.nbytes, MODES[0]).seconds for bucket in buckets)
+    source = "Backward is assumed to take as long as the exact communication."
+    backward = uniform_backward(parameters, seconds)
+    return replace(backward, source=f"{source} {backward.source}")
+
+
 def plan_training(
     levels: Levels,
     backward: Backward,
@@ -60,12 +89,13 @@ def plan_training(
     families: Collection[Family] | None = None,
     caps_mib: Sequence[float | None] = CAPS_MIB,
     reference_cap_mib: float | None = None,
+    modes: Sequence[str] = MODES,
 ) -> TrainingPlan:
     """Return the plan that exposes least communication.
 
     A pure function: equal arguments give equal JSON on every rank. A setting that is not simpler
     than another must save 1 % of backward and exposed communication together. Simplest are the
-    reference cap, the mode ``auto`` and no codec; among codecs, the one with the smallest error.
+    reference cap, the first mode and no codec; among codecs, the one with the smallest error.
 
     Parameters
     ----------
@@ -89,6 +119,8 @@ def plan_training(
         Caps to try, in the unit of DDP's ``bucket_cap_mb``; None is torch's default.
     reference_cap_mib : float or None
         The cap that the job has without advice; it is tried too.
+    modes : sequence of str
+        Of `MODES`, those to try; the first is the one that the job has without advice.
 
     Raises
     ------
@@ -98,31 +130,22 @@ def plan_training(
     if backward.nbytes == 0:
         raise PlanError("the gradients hold no bytes, so there is nothing to plan")
     policy = policy or parse_policy()
-    setting = Setting(
-        CostParameters.from_levels(levels, runtime=runtime),
-        runtime=runtime,
-        calibration=calibration,
-    )
-    pricing = Pricing(
-        setting, costs or costs_of(runtime), None if families is None else frozenset(families)
-    )
-    search = _Search(pricing, backward, reference_cap_mib)
+    pricing = _pricing(levels, runtime, calibration, costs, families)
+    search = _Search(pricing, backward, reference_cap_mib, modes[0])
     caps = tuple(dict.fromkeys([reference_cap_mib, *caps_mib]))
-    exact = search.choices(caps, MODES, NONE)
+    exact = search.choices(caps, modes, NONE)
     best_exact = search.simplest(exact)
-    coded = {
-        codec: search.simplest(search.choices(caps, MODES[:2], codec)) for codec in policy.allowed
-    }
+    coded = {codec: search.simplest(search.choices(caps, modes, codec)) for codec in policy.allowed}
     by_error = sorted(coded.values(), key=lambda c: (c.codec.relative_error, str(c.codec)))
     least_exact = min(exact, key=lambda c: c.exposed)
     chosen = search.good_enough([best_exact, least_exact, *by_error])[0]
     if chosen.codec != NONE:
         chosen = search.fewest_coded(chosen)
     verdicts = _verdicts(pricing, backward, policy, coded)
-    flat = next(c for c in exact if c.cap_mib == reference_cap_mib and c.mode == "flat")
-    reference = next(c for c in exact if c.cap_mib == reference_cap_mib and c.mode == "auto")
-    p = setting.parameters
-    floor = p.intra_slope / p.inter_slope if p.num_nodes > 1 and p.ranks_per_node else None
+    reference = exact[0]
+    (flat,) = search.choices([reference_cap_mib], ["flat"], NONE)
+    p = pricing.setting.parameters
+    k1, k2 = pricing.slopes if p.num_nodes > 1 else (0.0, 0.0)
     buckets = _bucket_plans(pricing, chosen)
     best_of_cap = [
         min((c for c in exact if c.cap_mib == cap), key=lambda c: c.exposed) for cap in caps
@@ -145,7 +168,7 @@ def plan_training(
         reference_cap_mib=reference_cap_mib,
         reference_exposed_seconds=reference.exposed,
         flat_exposed_seconds=flat.exposed,
-        floor_ratio=floor,
+        floor_ratio=k1 / k2 if k2 else None,
         caps=tuple(CapChoice(c.cap_mib, len(c.buckets), c.mode, c.exposed) for c in best_of_cap),
         codecs=verdicts,
         reason="",
@@ -154,15 +177,34 @@ def plan_training(
     return joint_reasons.with_reason(made, _WORTH)
 
 
+def _pricing(
+    levels: Levels,
+    runtime: Runtime,
+    calibration: Calibration | None,
+    costs: CodecCosts | None,
+    families: Collection[Family] | None,
+) -> Pricing:
+    parameters = CostParameters.from_levels(levels, runtime=runtime)
+    return Pricing(
+        Setting(parameters, runtime=runtime, calibration=calibration, families=families),
+        costs or costs_of(runtime),
+    )
+
+
 class _Search:
     """Evaluates points of the search on one cluster and one backward."""
 
     def __init__(
-        self, pricing: Pricing, backward: Backward, reference_cap_mib: float | None
+        self,
+        pricing: Pricing,
+        backward: Backward,
+        reference_cap_mib: float | None,
+        reference_mode: str,
     ) -> None:
         self._pricing = pricing
         self._backward = backward
-        self._reference = reference_cap_mib
+        self._reference_cap = reference_cap_mib
+        self._reference_mode = reference_mode
         self._buckets: dict[float | None, tuple[Bucket, ...]] = {}
 
     def choices(
@@ -204,7 +246,10 @@ class _Search:
         """Return the one that changes least of those that are about as good as the best."""
         return min(
             self.good_enough(choices),
-            key=lambda c: ((c.cap_mib != self._reference) + (c.mode != MODES[0]), c.exposed),
+            key=lambda c: (
+                (c.cap_mib != self._reference_cap) + (c.mode != self._reference_mode),
+                c.exposed,
+            ),
         )
 
     def fewest_coded(self, choice: Choice) -> Choice:
@@ -260,11 +305,10 @@ def _verdicts(
         return ()
     shapes = [parameter.shape for parameter in backward.parameters]
     itemsize = round(backward.nbytes / total_numel(backward.parameters))
-    sharing = max(1, p.ranks_per_node)
     found = []
     for codec, excluded in [*((codec, "") for codec in policy.allowed), *policy.excluded]:
         ratio = codec.ratio(shapes, p.num_nodes, itemsize)
-        slope = pricing.costs.per_byte(codec) / sharing
+        slope = pricing.costs.per_byte(codec) / pricing.sharing
         choice = coded.get(codec)
         found.append(
             CodecVerdict(
@@ -275,7 +319,7 @@ def _verdicts(
                 linear=codec.linear,
                 slope=slope,
                 overlapped_break_even=overlapped_break_even(
-                    slope, p.intra_slope if p.ranks_per_node else 0, ratio, p.num_nodes
+                    slope, pricing.slopes[0], ratio, p.num_nodes
                 ),
                 sequential_break_even=sequential_break_even(slope, ratio, p.num_nodes),
                 exposed_seconds=choice.exposed if choice else None,

@@ -6,7 +6,7 @@ import msgspec
 
 from topo_ar.planning.codec_costs import CodecCosts
 from topo_ar.planning.codecs import NONE
-from topo_ar.planning.plan import Family
+from topo_ar.planning.occupancy import STAGED
 from topo_ar.planning.policy import Policy
 from topo_ar.planning.training_plan import TrainingPlan
 from topo_ar.units import format_rate, format_seconds
@@ -71,18 +71,16 @@ def _cap(plan: TrainingPlan, worth: float) -> str:
 
 def _algorithm(plan: TrainingPlan) -> str:
     counts = Counter(bucket.family for bucket in plan.buckets)
-    flat = counts[Family.FLAT_RING]
-    if flat == len(plan.buckets):
+    used = ", ".join(f"{family} for {count}" for family, count in counts.most_common())
+    used += f" of {len(plan.buckets)} buckets"
+    if counts.keys().isdisjoint(STAGED):
         why = (
-            "on one node it already uses every port"
+            "on one node there is no wire to spare"
             if plan.num_nodes == 1
             else "no hierarchy is faster for these sizes here"
         )
-        return f"Stay flat: {why}."
-    used = ", ".join(
-        f"{family} for {count} of {len(plan.buckets)}" for family, count in counts.most_common()
-    )
-    text = f"Algorithms: {used} buckets"
+        return f"Stay flat ({used}): {why}."
+    text = f"Algorithms: {used}"
     flat_seconds, exact = plan.flat_exposed_seconds, plan.exact_exposed_seconds
     if exact < flat_seconds:
         text += (

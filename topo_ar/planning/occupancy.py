@@ -8,12 +8,20 @@ from topo_ar.planning.buckets import Bucket
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose
 from topo_ar.planning.codec_costs import CodecCosts
 from topo_ar.planning.codecs import NONE, Codec
-from topo_ar.planning.cost import CostParameters, pipeline_seconds
 from topo_ar.planning.overlap import Chunk, Job
+from topo_ar.planning.pipelines import Pipeline
 from topo_ar.planning.plan import Family
 
 # Families whose stages inside and between nodes are told apart, so that neighbours overlap.
-STAGED = frozenset({Family.HIERARCHICAL_SEQUENTIAL, Family.HIERARCHICAL_PIPELINED})
+STAGED = frozenset(
+    {
+        Family.HIERARCHICAL_SEQUENTIAL,
+        Family.HIERARCHICAL_PIPELINED,
+        Family.HIERARCHICAL_LEADER,
+        Family.HIERARCHICAL_WEIGHTED,
+        Family.HIERARCHICAL_THREE_LEVEL,
+    }
+)
 # What `plan=` of a communicator may say: the planner's choice for each size, or insist.
 MODES = ("auto", "hierarchical", "flat")
 
@@ -25,37 +33,47 @@ class Pricing:
     Attributes
     ----------
     setting : Setting
-        The cluster and its runtime.
+        The cluster, its runtime and what can be run there.
     costs : CodecCosts
         What codecs cost there.
-    families : frozenset of Family or None
-        What can be run; None for everything that the planner costs.
     """
 
     setting: Setting
     costs: CodecCosts
-    families: frozenset[Family] | None = None
     _found: Callable[[int, str], Candidate] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_found", cache(self._find))
+
+    @property
+    def sharing(self) -> int:
+        """The ranks of a node that share the work of a codec."""
+        p = self.setting.parameters
+        return p.ranks_per_node or min(len(node.ranks) for node in p.levels.nodes)
+
+    @property
+    def slopes(self) -> tuple[float, float]:
+        """k1 and k2: seconds per byte of the stages inside and between nodes, nearly."""
+        p = self.setting.parameters
+        equal = Family.HIERARCHICAL_PIPELINED if p.ranks_per_node else Family.HIERARCHICAL_WEIGHTED
+        pipeline = self.setting.pipeline(equal)
+        inside = max((2 * each.slope + each.adding for each in pipeline.outer), default=0)
+        return float(inside), float(pipeline.slope)
 
     def candidate(self, nbytes: int, mode: str) -> Candidate:
         """Return what a communicator in `mode` would run for `nbytes` bytes."""
         return self._found(nbytes, mode)
 
     def _find(self, nbytes: int, mode: str) -> Candidate:
-        p = self.setting.parameters
-        if nbytes == 0 or p.world_size == 1:
+        if nbytes == 0 or self.setting.parameters.world_size == 1:
             return Candidate(Family.FLAT_RING, (nbytes,) if nbytes else (), 0.0)
         found = candidates(self.setting, nbytes)
         if mode == "flat":
-            return next(c for c in found if c.family == Family.FLAT_RING)
-        able = [c for c in found if self.families is None or c.family in self.families]
-        chosen = choose(able)
+            return next(each for each in found if each.family == Family.FLAT_RING)
+        chosen = choose(found)
         if mode == "hierarchical" and chosen.family not in STAGED:
-            staged = [c for c in able if c.family in STAGED and _fits(c, self.setting)]
-            return min(staged, key=lambda c: c.seconds, default=chosen)
+            staged = [each for each in found if each.family in STAGED and not each.excluded]
+            return min(staged, key=lambda each: each.seconds, default=chosen)
         return chosen
 
     def ratio(self, bucket: Bucket, codec: Codec) -> float:
@@ -71,61 +89,61 @@ class Pricing:
         """Return what the bucket's all-reduce occupies.
 
         The seconds are the cost model's of every stage, scaled so that the bucket alone and exact
-        takes what its candidate predicts. A codec needs the stages of a hierarchy and is left out
-        elsewhere. PowerSGD takes a bucket in one chunk.
+        takes what its candidate predicts; outer stages count as one. A codec needs the stages of a
+        hierarchy and several nodes, else it is left out. PowerSGD takes a bucket in one chunk.
         """
-        p = self.setting.parameters
-        codec = codec if p.num_nodes > 1 else NONE
         candidate = self.candidate(bucket.nbytes, mode)
-        if candidate.family not in STAGED or not p.ranks_per_node:
-            alone = Chunk(0, 0, candidate.seconds, 0)
-            return Job(bucket.ready_seconds, (alone,), alone=True)
-        once, intra, inter = _stages(p, candidate.chunk_nbytes)
-        alone_seconds = once + pipeline_seconds(intra, inter)
-        scale = candidate.seconds / alone_seconds if alone_seconds else 1
-        chunk_nbytes = candidate.chunk_nbytes
-        if codec.whole:
-            chunk_nbytes = (bucket.nbytes,)
-        once, intra, inter = _stages(p, chunk_nbytes, self._wire(bucket, codec))
-        kappa = self.costs.per_byte(codec) / p.ranks_per_node
+        if candidate.family not in STAGED:
+            return Job(bucket.ready_seconds, (Chunk(0, 0, candidate.seconds, 0),), alone=True)
+        pipeline = self.setting.pipeline(candidate.family)
+        exact = _job(pipeline, candidate.chunk_nbytes)
+        alone = exact.seconds_alone
+        scale = candidate.seconds / alone if alone else 1
+        if codec == NONE or self.setting.parameters.num_nodes < 2:
+            return exact.scaled(scale, bucket.ready_seconds)
+        sizes = (bucket.nbytes,) if codec.whole else candidate.chunk_nbytes
+        kappa = self.costs.per_byte(codec) / self.sharing
         launch = self.costs.launch(codec)
-        return Job(
-            bucket.ready_seconds + once * scale,
-            tuple(
-                Chunk(local * scale, kappa * size + launch, remote * scale, local * scale)
-                for size, local, remote in zip(chunk_nbytes, intra, inter, strict=True)
-            ),
+        coded = _job(pipeline, sizes, *self._wire(bucket, codec))
+        return coded.scaled(
+            scale, bucket.ready_seconds, codec=[kappa * size + launch for size in sizes]
         )
 
     def _wire(self, bucket: Bucket, codec: Codec) -> tuple[float, float]:
         """Return the bytes and the latencies of `codec` as parts of those of an exact sum."""
         n = self.setting.parameters.num_nodes
-        if codec == NONE:
-            return 1, 1
         hops = sum(m.hops(n) for m in codec.messages(bucket.shapes, n, bucket.itemsize))
         return self.ratio(bucket, codec), hops / (2 * (n - 1))
 
 
-def _stages(
-    p: CostParameters, chunk_nbytes: tuple[int, ...], wire: tuple[float, float] = (1, 1)
-) -> tuple[float, list[float], list[float]]:
-    """Return latencies waited for once, and seconds inside and between nodes of each chunk.
+def _job(
+    pipeline: Pipeline, chunk_nbytes: tuple[int, ...], ratio: float = 1, hops: float = 1
+) -> Job:
+    """Return a job that is ready at 0, after latencies that nothing waits for.
 
-    As `cost.hierarchical`, with bytes and latencies between nodes multiplied by `wire`.
+    As `Pipeline.seconds`, with bytes and latencies of the middle stage multiplied.
     """
-    ratio, hops = wire
-    intra_alpha = (p.ranks_per_node - 1) * p.intra_alpha
-    inter_alpha = 2 * (p.num_nodes - 1) * p.inter_alpha * hops
-    once: float = 0
-    if p.chunk_seconds is not None:
-        once = 2 * intra_alpha + inter_alpha
-        intra_alpha = inter_alpha = p.chunk_seconds
-    return (
+    inwards = sum(each.slope + each.adding for each in pipeline.outer)
+    outwards = sum(each.slope for each in pipeline.outer)
+    outer_alpha = sum(each.alpha for each in pipeline.outer)
+    alpha, once = pipeline.alpha * hops, pipeline.once
+    if pipeline.chunk_seconds is not None:
+        once += 2 * outer_alpha + alpha
+        outer_alpha = pipeline.chunk_seconds * len(pipeline.outer)
+        alpha = pipeline.chunk_seconds
+    # Exact slopes are fractions, which would make a thousand chunks slow.
+    inwards, outwards = float(inwards), float(outwards)
+    middle, trailing = float(pipeline.slope) * ratio, float(pipeline.trailing) * ratio
+    return Job(
         once,
-        [intra_alpha + size * p.intra_slope / 2 for size in chunk_nbytes],
-        [inter_alpha + size * p.inter_slope * ratio for size in chunk_nbytes],
+        tuple(
+            Chunk(
+                outer_alpha + size * inwards,
+                0,
+                alpha + size * middle,
+                outer_alpha + size * outwards,
+                size * trailing,
+            )
+            for size in chunk_nbytes
+        ),
     )
-
-
-def _fits(candidate: Candidate, setting: Setting) -> bool:
-    return max(candidate.chunk_nbytes, default=0) <= setting.runtime.max_chunk_nbytes

@@ -12,12 +12,16 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """Seconds for which a chunk occupies the ports (twice), the codec and the wire."""
+    """Seconds for which a chunk occupies the ports (twice), the codec and the wire.
+
+    `lag` is for how long it is still under way when the next one may follow on the wire.
+    """
 
     scatter: float
     codec: float
     wire: float
     gather: float
+    lag: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,20 @@ class Job:
     ready: float
     chunks: tuple[Chunk, ...]
     alone: bool = False
+
+    @property
+    def seconds_alone(self) -> float:
+        """How long after 0 it is done with nothing before it."""
+        return finish([self])[0]
+
+    def scaled(self, scale: float, ready: float, codec: Sequence[float] = ()) -> "Job":
+        """Return it with all times multiplied, `ready` added, and each chunk's `codec` seconds."""
+        coded = codec or [chunk.codec * scale for chunk in self.chunks]
+        chunks = (
+            Chunk(c.scatter * scale, own, c.wire * scale, c.gather * scale, c.lag * scale)
+            for c, own in zip(self.chunks, coded, strict=True)
+        )
+        return Job(ready + self.ready * scale, tuple(chunks), self.alone)
 
 
 def one_queue(ready: Sequence[float], seconds: Sequence[float]) -> list[float]:
@@ -88,7 +106,7 @@ def _overlapped(jobs: Sequence[Job], begin: float) -> list[float]:
             scatters.append((start, ports))
             codec = max(codec, ports) + chunk.codec
             wire = max(wire, codec) + chunk.wire
-            arrivals.append((wire, chunk.gather))
+            arrivals.append((wire + chunk.lag, chunk.gather))
     gathered = iter(_gathers(scatters, arrivals))
     ends: list[float] = []
     for job in jobs:

@@ -1,0 +1,96 @@
+"""DDP's bucket cap: the planned one for a new model, and what another would gain for a running one.
+
+What a new model gets is a function of topology, sizes and dtypes alone, so that all ranks agree.
+Measured times differ from rank to rank and are only for advice.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.plans import EXECUTABLE
+from topo_ar.planning.buckets import Backward, backward_of
+from topo_ar.planning.joint import balanced_backward, plan_training
+from topo_ar.planning.occupancy import MODES
+from topo_ar.planning.parameters import ITEMSIZES, Parameter
+from topo_ar.planning.plan import Plan
+from topo_ar.planning.policy import Policy
+from topo_ar.planning.runtime import CPU_RUNTIME, GPU_RUNTIME, Runtime
+from topo_ar.planning.training_plan import TrainingPlan
+from topo_ar.telemetry.bucket_trace import BucketTrace
+from topo_ar.topology.levels import levels
+from topo_ar.topology.model import topology_hash
+
+
+def planned_cap(
+    module: nn.Module, communicator: Communicator, plan: str | Plan
+) -> TrainingPlan | None:
+    """Return the exact training plan of `module`, or None where there is nothing to choose.
+
+    Backward is assumed to take as long as the communication. Equal on all ranks.
+
+    Parameters
+    ----------
+    module : Module
+        Not yet wrapped.
+    communicator : Communicator
+        Over the ranks of the DDP's process group.
+    plan : str or Plan
+        What `communicator` was made with.
+    """
+    trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    parameters = [
+        Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in trained
+    ]
+    known = all(parameter.dtype in ITEMSIZES for parameter in parameters)
+    if communicator.world_size == 1 or not known or not sum(p.nbytes for p in parameters):
+        return None
+    runtime = _runtime(p.device.type for _, p in trained)
+    backward = balanced_backward(
+        levels(communicator.topology), parameters, runtime=runtime, families=EXECUTABLE
+    )
+    return _plan(communicator, backward, plan, runtime)
+
+
+def advice(
+    trace: BucketTrace,
+    communicator: Communicator,
+    plan: str | Plan,
+    cap_mib: float | None,
+    devices: Iterable[str],
+    policy: Policy,
+) -> TrainingPlan:
+    """Return the training plan for the backward that `trace` shows, against the cap in use.
+
+    Raises
+    ------
+    ConfigError
+        If the trace holds no step.
+    """
+    return _plan(communicator, backward_of(trace), plan, _runtime(devices), cap_mib, policy)
+
+
+def _runtime(devices: Iterable[str]) -> Runtime:
+    return GPU_RUNTIME if set(devices) == {"cuda"} else CPU_RUNTIME
+
+
+def _plan(
+    communicator: Communicator,
+    backward: Backward,
+    plan: str | Plan,
+    runtime: Runtime,
+    cap_mib: float | None = None,
+    policy: Policy | None = None,
+) -> TrainingPlan:
+    mode = plan if isinstance(plan, str) else MODES[0]
+    return plan_training(
+        levels(communicator.topology),
+        backward,
+        policy=policy,
+        topology_hash=topology_hash(communicator.topology),
+        runtime=runtime,
+        families=EXECUTABLE,
+        reference_cap_mib=cap_mib,
+        modes=("flat" if communicator.plain_reason else mode,),
+    )
