@@ -18,6 +18,8 @@ from topo_ar.topology.readers import (
     nvidia_p2p,
     nvidia_topo,
     rocm_topo,
+    slurm_conf,
+    slurm_yaml,
     topology_json,
 )
 
@@ -35,6 +37,8 @@ _READERS: tuple[_Reader, ...] = (
     hwloc_xml,
     nccl_xml,
     ibnetdiscover,
+    slurm_conf,
+    slurm_yaml,
     rocm_topo,
     nvidia_p2p,
     nvidia_nvlink,

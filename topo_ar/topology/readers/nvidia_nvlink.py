@@ -113,8 +113,9 @@ def _read_gpus(lines: Sequence[str], name: str, notes: list[str]) -> dict[int, _
     gpus: dict[int, _Gpu] = {}
     gpu: _Gpu | None = None
     odd: list[int] = []
-    for number, line in enumerate(lines, 1):
-        if header := _HEADER.match(line[:_LONGEST_LINE]):
+    for number, whole in enumerate(lines, 1):
+        line = whole[:_LONGEST_LINE]
+        if header := _HEADER.match(line):
             index, uuid = int(header[1]), header[3] or ""
             gpu = gpus.setdefault(index, _Gpu(header[2], uuid, number))
             if gpu.uuid != uuid:
@@ -122,11 +123,7 @@ def _read_gpus(lines: Sequence[str], name: str, notes: list[str]) -> dict[int, _
                     f"{name}:{number}: GPU {index} has another UUID than in line {gpu.line}; "
                     "give one machine a file"
                 )
-        elif (
-            gpu
-            and (link := _LINK.match(line[:_LONGEST_LINE]))
-            and _read_link(gpu, int(link[1]), link[2])
-        ):
+        elif gpu and (link := _LINK.match(line)) and _read_link(gpu, int(link[1]), link[2]):
             continue
         elif gpu and "all links are inactive" in line.lower():
             gpu.silent = True

@@ -84,7 +84,7 @@ def _read_blocks(text: str, notes: list[str]) -> tuple[dict[str, _Table], dict[i
     numa: dict[int, int] = {}
     table: _Table | None = None
     columns: list[int] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         words = line.split()
         if title := _TITLE.match(line[:_LONGEST_TITLE]):
             block = next((b for b in _BLOCKS if (title[1] or "").startswith(b)), None)
