@@ -32,9 +32,9 @@ def verify(schedule: Schedule) -> None:
     Raises
     ------
     PlanError
-        Naming the first step that is malformed, adds a contribution twice, gathers or overwrites
-        what it need not find there, or does not wait for a step it depends on; or the first rank
-        and interval that end without every contribution.
+        Naming the first step that is malformed, adds a contribution twice or one that was given
+        away, or does not wait for a step it depends on; or the first rank and interval that end
+        without every contribution.
     """
     for position, step in enumerate(schedule.steps):
         _check_form(schedule, position, step)
@@ -85,6 +85,8 @@ def _check_form(schedule: Schedule, position: int, step: Step) -> None:
         raise PlanError(
             f"{_describe(step)} has {len(step.shards)} shards for {len(step.group)} ranks"
         )
+    if all(begin == end for begin, end in step.shards):
+        raise PlanError(f"{_describe(step)} moves nothing; leave it out")
     if any(not 0 <= begin <= end <= schedule.numel for begin, end in step.shards):
         raise PlanError(f"{_describe(step)} has a shard outside of the {schedule.numel} elements")
     if step.op in (Op.EXCHANGE, Op.ALL_REDUCE):
@@ -203,7 +205,12 @@ class _Replay:
 
     def _sum(self, step: Step, begin: int, end: int, parts: Iterable[int]) -> int:
         total = 0
-        for held in parts:
+        for rank, held in zip(step.group, parts, strict=True):
+            if not held:
+                raise PlanError(
+                    f"{_describe(step)} adds elements {begin}..{end} of rank {rank}, whose sum "
+                    "another rank holds by now"
+                )
             twice = total & held
             if twice:
                 raise PlanError(
