@@ -325,6 +325,12 @@ ISLANDS = ((0, 1), (2, 3))
         ),
         (
             Family.HIERARCHICAL_THREE_LEVEL,
+            EQUAL_NODES,
+            {"islands": ISLANDS, "shards": Shards((1, 1), ((1, 2), (1, 2)))},
+            "equal shares",
+        ),
+        (
+            Family.HIERARCHICAL_THREE_LEVEL,
             in_order([1] * 3),
             {"racks": ((0, 1), (2,))},
             r"racks have \[2, 1\] members",
@@ -341,3 +347,5 @@ def test_plans_that_contradict_themselves_are_refused(family, nodes, options, co
 def test_a_ring_is_for_the_plan_s_buffer():
     with pytest.raises(PlanError, match="plan is for 160 bytes"):
         lower_ring(make_plan(Family.FLAT_RING, EQUAL_NODES, 40), 41, 4)
+    with pytest.raises(PlanError, match="at least one channel"):
+        make_ring(EQUAL_NODES, 40, 0)

@@ -270,6 +270,12 @@ def test_malformed_steps_are_named(fields, complaint):
         verify(changed(schedule, 3, **fields))
 
 
+@pytest.mark.parametrize("fields", [{"world_size": 0}, {"numel": -1}, {"itemsize": 0}])
+def test_sizes_that_make_no_sense_are_refused(fields):
+    with pytest.raises(PlanError, match="at least one rank and one byte"):
+        verify(msgspec.structs.replace(make(Family.DIRECT, SIX, 60), **fields))
+
+
 @pytest.mark.parametrize("family", [Family.DOUBLE_BINARY_TREE, Family.HIERARCHICAL_PIPELINED])
 def test_sixty_four_ranks_and_sixteen_chunks(family):
     schedule = make(family, in_order([8] * 8), 1 << 20, 16)

@@ -51,9 +51,11 @@ def lower_ring(plan: Plan, numel: int, itemsize: int, channels: int = 1) -> Sche
     Raises
     ------
     PlanError
-        If the buffer is not the one that was planned for, or the plan's nodes do not hold its
-        ranks.
+        If the buffer is not the one that was planned for, the plan's nodes do not hold its ranks,
+        or there is no channel.
     """
+    if channels < 1:
+        raise PlanError(f"a ring needs at least one channel, not {channels}")
     _check_size(plan, numel, itemsize)
     steps = StepList()
     lowering_flat.rings(steps, plan, (0, numel), channels)

@@ -6,7 +6,7 @@ without the others.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from topo_ar.errors import PlanError
 from topo_ar.planning.plan import Family, Plan
@@ -37,6 +37,9 @@ def three_level(steps: StepList, plan: Plan, chunk: int, interval: Interval) -> 
         raise PlanError(f"{plan.family} needs nodes of equal numbers of ranks; use flat_ring")
     if bool(plan.islands) == bool(plan.racks):
         raise PlanError(f"{plan.family} needs either islands or racks; make a new plan")
+    _check_shares(plan)
+    if len({*plan.shards.nodes}) > 1 or len({*chain.from_iterable(plan.shards.ranks)}) > 1:
+        raise PlanError(f"{plan.family} needs equal shares of all nodes and ranks; make a new plan")
     units, widths = _units_of_islands(plan) if plan.islands else _units_of_racks(plan)
     stages = (
         (Stage.ISLAND_REDUCE_SCATTER, Stage.ISLAND_ALL_GATHER),

@@ -32,10 +32,15 @@ def verify(schedule: Schedule) -> None:
     Raises
     ------
     PlanError
-        Naming the first step that is malformed, adds a contribution twice or one that was given
-        away, or does not wait for a step it depends on; or the first rank and interval that end
-        without every contribution.
+        If the sizes make no sense; else naming the first step that is malformed, adds a
+        contribution twice or one that was given away, or does not wait for a step it depends on,
+        or the first rank and interval that end without every contribution.
     """
+    if schedule.world_size < 1 or schedule.numel < 0 or schedule.itemsize < 1:
+        raise PlanError(
+            f"the schedule is for {schedule.world_size} ranks and {schedule.numel} elements of "
+            f"{schedule.itemsize} bytes; it needs at least one rank and one byte"
+        )
     for position, step in enumerate(schedule.steps):
         _check_form(schedule, position, step)
     known: set[object] = set()
