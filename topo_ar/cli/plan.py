@@ -4,6 +4,7 @@ With ``--json`` each plan is one object with at least these keys: ``algorithm``,
 of each, in order), ``codec``, ``shards`` (integer weights: ``nodes``, and ``ranks`` of each node),
 ``predicted_seconds``, ``bound_seconds`` (nothing is faster), ``gap`` (predicted / bound - 1),
 ``bottleneck``, ``reason`` and ``runner_up`` (``algorithm``, ``seconds``, ``num_chunks``, or null).
+With a model in place of sizes a whole training step is planned: see `plan_training`.
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from topo_ar.cli.plan_training import Training, plan_step, step_json, step_text
 from topo_ar.cli.topology_source import Nics, Nodes, RanksPerNode, TopologyName, load_topology
 from topo_ar.errors import ConfigError
 from topo_ar.planning.plan import Family
@@ -19,6 +21,7 @@ from topo_ar.units import parse_size
 if TYPE_CHECKING:
     from topo_ar.planning.calibration import Calibration
     from topo_ar.topology.levels import Levels
+    from topo_ar.topology.model import Topology
 
 _ALGORITHMS = ", ".join(Family)
 
@@ -26,9 +29,9 @@ _ALGORITHMS = ", ".join(Family)
 def plan(
     topology: TopologyName,
     sizes: Annotated[
-        str,
+        str | None,
         typer.Option("--size", "--sizes", "-s", help="Buffer sizes, such as 25MB or 64K,25MB,1G."),
-    ],
+    ] = None,
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
     nic: Nics = None,
@@ -58,11 +61,63 @@ def plan(
             "and others.",
         ),
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan the training step of this model: a published one, such as resnet50 or "
+            "bert-large, or a file with a line name,shape for each parameter."
+        ),
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(help="The same for a number of parameters, such as 340M.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="The same for a bucket trace (handle.trace().write(path))."),
+    ] = None,
+    backward_seconds: Annotated[
+        float | None,
+        typer.Option(help="Length of backward; by default as long as the communication."),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Accuracy: exact (default), lossy:0.05 (bound of the relative error), or codecs "
+            "such as bf16,powersgd:4."
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="sgd, momentum, adam or adamw (default), or with fp32 copies -master."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of parameters and gradients; float32 by default.")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory of a rank's device, such as 80GB.")
+    ] = None,
 ) -> None:
     """Plan all-reduces: every candidate's predicted time, what nothing can beat, the choice.
 
-    Example: topo-ar plan cpu-host --nodes 2 -s 64K,25MB
+    With a model: the training step, its buckets, algorithms and codecs, and a replica's memory.
+
+    Examples: topo-ar plan cpu-host --nodes 2 -s 64K,25MB
+
+    topo-ar plan dgx-a100 --nodes 4 --model bert-large --device-memory 80GB
     """
+    training = Training(
+        params, model, trace, optimizer, dtype, device_memory, policy, backward_seconds
+    )
+    if training.given:
+        if (sizes, family, calibration) != (None, None, None):
+            raise ConfigError(
+                "the options describe a training step, whose sizes and algorithms are planned; "
+                "leave out --size, --family and --calibration"
+            )
+        _plan_step(load_topology(topology, nodes, ranks_per_node, nic), training, output, as_json)
+        return
+    if sizes is None:
+        raise ConfigError("give buffer sizes with --size, or a training step with --model")
     from topo_ar.planning.explain import explain
     from topo_ar.planning.planner import plan as make_plan
     from topo_ar.planning.runtime import runtime_of
@@ -89,15 +144,28 @@ def plan(
         for n in counts
     ]
     if output is not None:
-        try:
-            output.write_bytes(plans[0].to_json() + b"\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {output}: {error.strerror}") from None
+        _write(output, plans[0].to_json())
     for position, made in enumerate(plans):
         if as_json:
             print(made.to_json().decode())
         else:
             print(("\n" if position else "") + explain(made))
+
+
+def _plan_step(
+    topology: "Topology", training: Training, output: Path | None, as_json: bool
+) -> None:
+    made, memory = plan_step(topology, training)
+    if output is not None:
+        _write(output, step_json(made, memory))
+    print(step_json(made, memory).decode() if as_json else step_text(made, memory, training))
+
+
+def _write(path: Path, text: bytes) -> None:
+    try:
+        path.write_bytes(text + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _family(name: str) -> Family:

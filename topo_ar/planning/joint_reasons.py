@@ -47,7 +47,7 @@ def _exposed(plan: TrainingPlan) -> str:
     hidden = 1 - plan.exposed_seconds / plan.communication_seconds
     return (
         f"Of {total} of communication {format_seconds(plan.exposed_seconds)} stay exposed behind "
-        f"{format_seconds(plan.backward_seconds)} of backward ({max(0, hidden):.0%} hidden)."
+        f"{format_seconds(plan.backward_seconds)} of backward ({max(0, hidden):.1%} hidden)."
     )
 
 
