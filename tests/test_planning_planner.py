@@ -132,7 +132,7 @@ def test_a_family_can_be_forced(slow_wire):
     assert "as you asked" in made.reason
     big_leader = plan(slow_wire, 25_000_000, family=Family.HIERARCHICAL_LEADER)
     assert max(big_leader.chunk_nbytes) <= 2 * MIB
-    with pytest.raises(PlanError, match=r"whole buffer in one chunk.*2 MiB"):
+    with pytest.raises(PlanError, match=r"whole buffer in one chunk.*2.097 MB"):
         plan(slow_wire, 25_000_000, family=Family.HIERARCHICAL_SEQUENTIAL)
 
 

@@ -1,5 +1,6 @@
 """The topology that a verb works on: a file, or a preset with its options."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,6 @@ def load_topology(
         If the file cannot be read or is no sound topology.
     """
     from topo_ar.topology.presets import PRESETS, preset
-    from topo_ar.topology.readers import read
 
     if name in PRESETS:
         rates = None if nic is None else [parse_rate(rate) for rate in nic.split(",")]
@@ -48,4 +48,38 @@ def load_topology(
             f"--nodes, --ranks-per-node and --nic shape a preset, but {name} is a file; "
             "leave them out"
         )
+    from topo_ar.topology.readers import read
+
     return read(Path(name))
+
+
+def load_several(
+    names: Sequence[str],
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    nic: str | None = None,
+) -> tuple[Topology, str]:
+    """Return the one topology that `names` describe, and the formats they were found in.
+
+    One name is a file or a preset, several are files.
+
+    Raises
+    ------
+    ConfigError
+        If one is no file, or a preset's option is given for a file.
+    TopologyError
+        If a file cannot be read, or the files do not fit each other.
+    """
+    from topo_ar.topology.merge import combine
+    from topo_ar.topology.presets import PRESETS
+    from topo_ar.topology.readers import describe
+
+    if len(names) == 1 and names[0] in PRESETS:
+        return load_topology(names[0], nodes, ranks_per_node, nic), "preset"
+    for name in names:
+        if name in PRESETS:
+            raise ConfigError(f"{name} is a preset; it stands alone, only files are made one")
+        if len(names) == 1 or not Path(name).exists():
+            load_topology(name, nodes, ranks_per_node, nic)
+    found = [describe(Path(name)) for name in names]
+    return combine(found), " + ".join(dict.fromkeys(each.format for each in found))

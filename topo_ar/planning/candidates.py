@@ -235,7 +235,7 @@ def pick(setting: Setting, found: list[Candidate], family: Family) -> Candidate:
 def _chunks(setting: Setting, family: Family, nbytes: int) -> tuple[tuple[int, ...], str]:
     """Return the chunks of a family, and why it may not be chosen if so."""
     most = setting.runtime.max_chunk_nbytes
-    shown = format_size(most)
+    shown = format_size(most, like=nbytes)
     match family:
         case Family.HIERARCHICAL_SEQUENTIAL:
             held = f"it needs the whole buffer in one chunk, and a chunk holds at most {shown}"

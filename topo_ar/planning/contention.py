@@ -25,6 +25,8 @@ class SharedPorts:
     ----------
     rack_of : list of int
         The rack of each node; empty where there are none.
+    one_rank : list of float
+        Bytes/s that one rank of each node can fill alone: a NIC, or its even part of them all.
     """
 
     def __init__(
@@ -34,6 +36,12 @@ class SharedPorts:
         if bandwidths is None:
             bandwidths = [node_bandwidth(node, rate) for node in levels.nodes]
         self.bandwidths = bandwidths
+        self.one_rank = [
+            max(bandwidth / len(node.ranks), *(port_bandwidth(nic, rate) for nic in node.nics))
+            if node.nics
+            else 0
+            for node, bandwidth in zip(levels.nodes, bandwidths, strict=True)
+        ]
         self.uplinks = [port_bandwidth(rack.uplink, rate) for rack in levels.racks]
         self.rack_of = [0] * self._count if levels.racks else []
         for number, rack in enumerate(levels.racks):

@@ -34,6 +34,8 @@ class CostParameters:
         Seconds per byte through one rank's port inside its node.
     nic_beta : float
         Seconds per byte through the fastest NIC of a node.
+    rail_rounds : int
+        Messages that a rail between nodes waits for: 2 (n-1), or 1 where two ranks exchange.
     inter_slope : float
         ``k2 = 2 (n-1) / n * beta``: seconds per byte of equal rails between nodes, each rank using
         the NICs near it; longer where rails share the uplink of a rack.
@@ -58,6 +60,7 @@ class CostParameters:
     inter_alpha: float
     intra_beta: float
     nic_beta: float
+    rail_rounds: int
     inter_slope: float
     leader_slope: float
     ring_alpha: float
@@ -105,6 +108,7 @@ class CostParameters:
             inter_alpha=max(nic.latency for node in nodes for nic in node.nics) if n > 1 else 0,
             intra_beta=intra_beta,
             nic_beta=max(1 / bandwidth for bandwidth in fastest) if n > 1 else 0,
+            rail_rounds=1 if n == 2 and not runtime.ring_rails else 2 * (n - 1),
             inter_slope=(
                 rails.seconds(ring)
                 if runtime.ring_rails
@@ -150,13 +154,14 @@ def rails(parameters: CostParameters) -> Pipeline:
     """Return reduce-scatter, all-reduce of each rank's equal shard between nodes, all-gather.
 
     With one chunk the stages follow each other: ``2 (g-1) a1 + 2 (n-1) a2 + S (k1 + k2)``; with
-    more they overlap. Valid for nodes with equal numbers of ranks.
+    more they overlap; two nodes may exchange, which waits once. Valid for nodes with equal
+    numbers of ranks.
     """
     p = parameters
     g, n = p.ranks_per_node, p.num_nodes
     return Pipeline(
         outer=(Stage((g - 1) * p.intra_alpha, p.intra_slope / 2, Fraction(g - 1, g) * p.gamma),),
-        alpha=2 * (n - 1) * p.inter_alpha,
+        alpha=p.rail_rounds * p.inter_alpha,
         slope=p.inter_slope + Fraction(n - 1, n * g) * p.gamma,
         chunk_seconds=p.chunk_seconds,
         network=p.inter_slope,

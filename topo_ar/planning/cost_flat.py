@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from topo_ar.planning.contention import SharedPorts
+from topo_ar.planning.contention import Flow, SharedPorts
 from topo_ar.planning.level_bounds import RateKind, port_bandwidth
 from topo_ar.planning.runtime import Runtime
 from topo_ar.topology.levels import Levels
@@ -116,6 +116,11 @@ class FlatRounds:
         return Round(
             latency=max(alphas) + self._runtime.flat_hop_seconds,
             local=part * max(self._port if inside else 0, self._hop),
-            network=part * self._network.seconds(crossing),
+            network=part * max(self._network.seconds(crossing), self._alone(crossing)),
             adding=part * (self._runtime.reduce_seconds_per_byte or 0),
         )
+
+    def _alone(self, crossing: Sequence[Flow]) -> float:
+        """Return seconds per byte of the slowest message, however idle the other NICs are."""
+        slowest = min((self._network.one_rank[i] for i, _, _ in crossing), default=0)
+        return 1 / slowest if slowest else 0

@@ -8,7 +8,7 @@ from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.level_bounds import port_bandwidth
 from topo_ar.planning.pipelines import Pipeline, Stage
 from topo_ar.planning.plan import Shards
-from topo_ar.planning.shares import share_bandwidth, weighted_shards
+from topo_ar.planning.shares import most_rails, share_bandwidth, weighted_shards
 from topo_ar.topology.levels import Levels
 
 # Shares that promise less than this over equal ones are not worth being unequal.
@@ -86,11 +86,13 @@ def weighted_stages(levels: Levels, parameters: CostParameters, shards: Shards) 
     # Two nodes exchange: each sends everything, whoever would have been the root.
     roots = shards.nodes if n > 2 else (1, 1)
     total = sum(roots)
+    # To and from a single root every message is sent at once.
+    rounds = 2 if sum(root > 0 for root in roots) == 1 else p.rail_rounds
     busy = ports.reduce_and_share(roots) / total
     through = 2 * ports.all_to_all([1] * n, roots) / total
     return Pipeline(
         outer=(inside,),
-        alpha=2 * (n - 1) * p.inter_alpha,
+        alpha=rounds * most_rails(shards.ranks) * p.inter_alpha,
         slope=busy + p.gamma * Fraction((n - 1) * max(roots), total),
         trailing=through - busy,
         chunk_seconds=p.chunk_seconds,
@@ -153,7 +155,7 @@ def _over_islands(levels: Levels, p: CostParameters) -> Pipeline:
         return Pipeline((inner,), 2 * across.alpha, slope, chunk_seconds=p.chunk_seconds)
     return Pipeline(
         outer=(inner, across),
-        alpha=2 * (n - 1) * p.inter_alpha,
+        alpha=p.rail_rounds * p.inter_alpha,
         slope=p.inter_slope + Fraction(n - 1, n * g) * p.gamma,
         chunk_seconds=p.chunk_seconds,
         network=p.inter_slope,

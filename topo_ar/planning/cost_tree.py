@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from topo_ar.planning.contention import Flow, SharedPorts
 from topo_ar.planning.cost import CostParameters
-from topo_ar.planning.level_bounds import port_bandwidth
 from topo_ar.planning.lowering_tree import tree_parents
 from topo_ar.planning.pipelines import Pipeline
 from topo_ar.topology.levels import Levels
@@ -33,8 +32,8 @@ def double_binary_tree(levels: Levels, parameters: CostParameters) -> Pipeline:
     network = ports.seconds(flows) / 2
     heads = min(most, 2)
     head = [
-        min(bandwidth / heads, max(port_bandwidth(nic, p.rate) for nic in node.nics))
-        for node, bandwidth in zip(levels.nodes, ports.bandwidths, strict=True)
+        min(bandwidth / heads, one)
+        for bandwidth, one in zip(ports.bandwidths, ports.one_rank, strict=True)
         if n > 1
     ]
     hop = max((1 / rate for rate in (*head, *ports.uplinks)), default=0) / 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 from topo_ar.planning.level_bounds import RateKind, node_bandwidth, node_shares, port_bandwidth
 from topo_ar.planning.plan import Shards
@@ -40,6 +41,8 @@ def rank_weights(node: NodeLevel, rate: RateKind) -> tuple[int, ...]:
     rates = [port_bandwidth(nic, rate) for nic in node.nics]
     users = [sum(nic in near for near in node.rank_nics) for nic in range(len(rates))]
     parts = [sum(rates[nic] / users[nic] for nic in near) for near in node.rank_nics]
+    if len(set(parts)) == 1:
+        return (1,) * len(node.ranks)
     return small_integers(parts, lambda weights: 1 / share_bandwidth(node, weights, rate))
 
 
@@ -71,6 +74,21 @@ def node_slope(bandwidths: Sequence[float], weights: Sequence[int]) -> float:
     return max(
         (total + weight * (count - 2)) / (total * bandwidth)
         for weight, bandwidth in zip(weights, bandwidths, strict=True)
+    )
+
+
+def most_rails(ranks: Sequence[Sequence[int]]) -> int:
+    """Return how many rails the busiest rank takes part in.
+
+    Every edge between the shards of one node also cuts the shards of the others.
+    """
+    edges = [[Fraction(end, sum(weights)) for end in accumulate(weights)] for weights in ranks]
+    everyone = sorted({edge for own in edges for edge in own})
+    places = {edge: place for place, edge in enumerate(everyone)}
+    return max(
+        places[end] - (places[own[k - 1]] if k else -1)
+        for own in edges
+        for k, end in enumerate(own)
     )
 
 

@@ -18,8 +18,9 @@ from topo_ar.planning.reasons import Verdict
 from topo_ar.topology.levels import Levels, Rate
 from topo_ar.units import format_seconds
 
-# Between a hundredth and a hundred times the rate it is looked for when the runner-up wins.
-_MOST_STEPS = 14
+# It is looked for when the runner-up wins up to 64 times the rate and down to a 64th.
+_STEPS = 3
+_HALVINGS = 6
 _MOST_RANKS = 1024
 
 
@@ -46,21 +47,20 @@ def _nic_rates(verdict: Verdict, other: Family) -> Iterator[str]:
         scaled = _scaled(verdict.levels, nic=factor)
         return _ahead(verdict.setting, scaled, verdict, other)
 
-    for towards, word in ((2.0, "faster"), (0.5, "slower")):
-        factor = _first(wins, towards)
+    for step, word in ((4.0, "faster"), (0.25, "slower")):
+        factor = _first(wins, step)
         if factor is not None:
             times = factor if factor > 1 else 1 / factor
             yield f"{other} would win if the NICs were {times:.2g} times {word}."
 
 
-def _first(wins: Callable[[float], bool], towards: float) -> float | None:
-    """Return the factor nearest to 1 in one direction at which `wins`, to some 2 %."""
-    step = math.sqrt(towards)
-    factor = next((step**k for k in range(1, _MOST_STEPS + 1) if wins(step**k)), None)
+def _first(wins: Callable[[float], bool], step: float) -> float | None:
+    """Return about the first power of `step` at which `wins`, to some 2 %."""
+    factor = next((step**k for k in range(1, _STEPS + 1) if wins(step**k)), None)
     if factor is None:
         return None
     before = factor / step
-    for _ in range(4):
+    for _ in range(_HALVINGS):
         middle = math.sqrt(before * factor)
         before, factor = (before, middle) if wins(middle) else (middle, factor)
     return factor
