@@ -165,3 +165,12 @@ def test_ten_thousand_nodes() -> None:
     assert topology.ranks[-1] == "n9999/cpu0"
     racks = levels(topology).racks
     assert (len(racks), racks[-1].nodes[-1]) == (500, 9999)
+
+
+def test_ten_thousand_nodes_of_a_slurm_file() -> None:
+    fabric = describe(foreign("slurm/slurm-test1-4level-10000nodes.conf"))
+    topology = combine([fabric, Description("topo-ar", preset("cpu-host", ranks_per_node=1))])
+    assert len(topology.ranks) == 10_000
+    assert sum(device.kind is DeviceKind.SWITCH for device in topology.devices) == 529
+    assert [nic.nominal for nic in levels(topology).nodes[0].nics] == [125e6]
+    assert said(topology, "rates between switches are not known")

@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from tests.foreign import foreign
+from tests.foreign import all_foreign, foreign
 from topo_ar.errors import TopologyError
 from topo_ar.topology.levels import levels
 from topo_ar.topology.merge import combine
@@ -151,6 +151,49 @@ def test_an_idle_current_speed_does_not_beat_a_declared_one() -> None:
     assert pcie.nominal is not None
     assert pcie.nominal.value == 15.75e9
     assert said(topology, "pcie 2 GB/s in aws-g5.48xl.xml, 15.75 in declared.xml; declared.xml is")
+
+
+def test_a_hint_file_of_unknown_devices_places_the_gpus_of_another() -> None:
+    topology = merge_machine(found("nccl-xml/aws-g5-48xl.xml", "hwloc-xml/aws-g5.48xl.xml"))
+    by_id = {device.id: device for device in topology.devices}
+    assert [by_id[rank].numa for rank in topology.ranks] == [0] * 4 + [1] * 4
+    assert by_id["node0/nic0"].numa == 1
+    assert not kinds(topology)["pcie_switch"]
+    paths = Paths(topology)
+    assert [paths.nearest_nics(rank).path_class.name for rank in topology.ranks] == [
+        *["SYS"] * 4,
+        *["PHB"] * 4,
+    ]
+
+
+def parts(topology: Topology) -> tuple[Counter[str], Counter[str]]:
+    """Devices and links without their order and direction."""
+    turned = (
+        Link(
+            *sorted((link.a, link.b)),
+            link.kind,
+            link.nominal,
+            link.effective,
+            link.latency,
+            link.count,
+        )
+        for link in topology.links
+    )
+    return Counter(map(str, topology.devices)), Counter(map(str, turned))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in all_foreign() if name.startswith(("nccl-xml/", "hwloc-xml/"))]
+)
+def test_a_description_merged_with_itself_is_itself(name: str) -> None:
+    if "graph" in name:
+        pytest.skip("no topology")
+    [once] = found(name)
+    twice = merge_machine([once, once])
+    assert parts(twice) == parts(once.topology)
+    assert twice.ranks == once.topology.ranks
+    own = len(once.topology.notes)
+    assert len(twice.notes) == 1 + 2 * own
 
 
 # --- trust, conflicts, silence ----------------------------------------------------------------

@@ -109,6 +109,13 @@ def match_devices(descriptions: Sequence[Description], conflicts: Conflicts) -> 
             if (entry := _surely(device, entries, index)) is not None
         }
         for device in topology.devices:
+            entry = ids.get(device.id)
+            if entry is not None and entry.kind is not device.kind:
+                # What one file has as a PCI device of some kind, another knows to be a GPU.
+                entry.kind = device.kind
+                entry.id = _free_id(_local(device, node), device.kind, taken)
+                taken[entry.id] = entry
+        for device in topology.devices:
             if device.id in ids:
                 continue
             entry = _likely(device, entries, index)
@@ -122,6 +129,15 @@ def match_devices(descriptions: Sequence[Description], conflicts: Conflicts) -> 
             ids[device.id] = entry
         of.append(ids)
     return Matched(node, tuple(entries), tuple(of))
+
+
+def is_of_unknown_kind(entry: Entry) -> bool:
+    """Return whether all that is known is that there is a PCI device, as in some hint files."""
+    return entry.kind is DeviceKind.PCIE_SWITCH and all(
+        "busid" in device.attributes and "class" not in device.attributes
+        for device in entry.said.values()
+        if device.kind is DeviceKind.PCIE_SWITCH
+    )
 
 
 def _has_gpu(ids: dict[str, Entry]) -> bool:
@@ -161,9 +177,10 @@ def _free_id(wanted: str, kind: DeviceKind, taken: dict[str, Entry]) -> str:
 
 
 def _surely(device: Device, entries: Sequence[Entry], index: int) -> Entry | None:
-    """Return the entry that a bus id or another proof shows to be this device, and note it there."""
+    """Return the entry that a bus id or the like proves to be this device, and note it there."""
     for key in _KEYS.get(device.kind, ()):
-        for entry in _free(device, entries, index):
+        unknown = [e for e in entries if index not in e.said and is_of_unknown_kind(e)]
+        for entry in (*_free(device, entries, index), *unknown):
             if key in _SURE and _equal(device, entry, key):
                 entry.said[index] = device
                 return entry
@@ -177,7 +194,8 @@ def _likely(device: Device, entries: Sequence[Entry], index: int) -> Entry | Non
         for entry in free:
             if _equal(device, entry, key):
                 return entry
-    if device.kind in (DeviceKind.NIC, DeviceKind.PCIE_SWITCH):
+    named = _last(device.id).startswith("pci-")
+    if device.kind is DeviceKind.NIC or (device.kind is DeviceKind.PCIE_SWITCH and not named):
         return None
     for entry in free:
         if device.kind is DeviceKind.CPU and device.numa is not None:

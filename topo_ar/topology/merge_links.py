@@ -8,7 +8,7 @@ another, because a link that does not answer is unknown, not absent.
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from topo_ar.topology.merge_devices import Entry, Matched
+from topo_ar.topology.merge_devices import Entry, Matched, is_of_unknown_kind
 from topo_ar.topology.model import DeviceKind, Figure, Link, LinkKind, Source
 from topo_ar.topology.ports import FAST_KINDS, NETWORK_KINDS
 from topo_ar.topology.readers import Description
@@ -59,7 +59,7 @@ class LinkMerger:
         parents = [self._parents(links) for links in self._links]
         joined = set[str]()
         for entry in self._entries.values():
-            if entry.kind not in (DeviceKind.GPU, DeviceKind.NIC):
+            if entry.kind not in (DeviceKind.GPU, DeviceKind.NIC) and not is_of_unknown_kind(entry):
                 continue
             knowing = [i for i, above in enumerate(parents) if entry.id in above]
             # A host's memory stands for a place that is not known.

@@ -252,9 +252,8 @@ class _Draft:
             self.links.append(_pcie(here, above, speed))
             if above in self.devices:
                 return
-            self.devices[above] = Device(
-                above, DeviceKind.PCIE_SWITCH, NODE, numa, {"busid": busid}
-            )
+            bridge = {"busid": busid, "class": "0x060400"}
+            self.devices[above] = Device(above, DeviceKind.PCIE_SWITCH, NODE, numa, {**bridge})
             here, speed = above, self._uplink(busid)
         self.links.append(_pcie(here, self._memory(device_id, local), speed))
 
