@@ -13,6 +13,7 @@ from topo_ar.errors import TopologyError
 from topo_ar.topology.levels import levels
 from topo_ar.topology.model import DeviceKind, LinkKind, from_json, to_json, validate
 from topo_ar.topology.paths import PathClass, Paths
+from topo_ar.topology.presets import preset
 from topo_ar.topology.readers import describe, read
 from topo_ar.topology.readers.inferred_tree import Leaf, SmiClass, infer_tree
 
@@ -332,6 +333,20 @@ def test_rows_and_columns_that_do_not_belong():
     many = "\t".join(f"GPU{i}" for i in range(300))
     with pytest.raises(TopologyError, match="text:1: 300 columns"):
         read(f"\t{many}\nGPU0\tX\n")
+
+
+def test_words_for_descriptions_of_other_kinds():
+    paths = Paths(read(foreign("nccl-xml/perlmutter-4x-a100-4-slingshot.xml")))
+    assert paths.nvidia_class("node0/gpu0", "node0/gpu1") == "NV4"
+    # NCCL does not tell host bridges apart.
+    assert paths.nvidia_class("node0/gpu0", "node0/nic3") == "PHB or NODE"
+    assert paths.nvidia_class("node0/gpu0", "node0/nic0") == "SYS"
+    cluster = preset("dgx-h100", nodes=2)
+    paths = Paths(cluster)
+    assert paths.nvidia_class(cluster.ranks[0], cluster.ranks[7]) == "NV18"
+    assert paths.nvidia_class(cluster.ranks[0], cluster.ranks[8]) is None
+    with pytest.raises(TopologyError, match="is no device"):
+        paths.nvidia_class(cluster.ranks[0], "gpu99")
 
 
 # --- R08: the tool failed ---------------------------------------------------------------------

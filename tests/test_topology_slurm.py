@@ -239,14 +239,22 @@ def test_several_roots_and_leaves_of_different_depth():
         "SwitchName=a Switches=b Nodes=n1\nSwitchName=b Nodes=n2\nSwitchName=c Nodes=n3,n1\n"
     )
     assert said(topology, "what joins the top switches a, c is not in the file")
-    assert said(topology, "named more than once: n1")
+    assert said(topology, "nodes in several places: n1")
     assert depths(topology, "a") == {"a": 0, "b": 1, "n1": 1, "n2": 2}
     assert Paths(topology).between("n2/host", "n3/host").path_class is PathClass.NET
 
 
+def test_a_switch_below_two_others():
+    topology = read(
+        "SwitchName=a Switches=c,c\nSwitchName=b Switches=c\nSwitchName=c Nodes=n[1-2]\n"
+    )
+    assert said(topology, "switches below several others: c")
+    assert below(topology) == {"a": {"c"}, "b": {"c"}, "c": {"n1", "n2"}}
+
+
 def test_a_switch_that_is_not_described_is_named():
     topology = read("SwitchName=core Switches=leaf[1-2]\nSwitchName=leaf1 Nodes=n1\n")
-    assert said(topology, "line 1: switch leaf2 is named but not described")
+    assert said(topology, "line 1: named but not described, .*: leaf2$")
     assert Counter(switches(topology)) == {"core": 1, "leaf1": 1, "leaf2": 1}
 
 

@@ -39,8 +39,8 @@ class Tree:
     """CPUs, switches and links, the host bridge of each leaf, and the pairs that do not fit.
 
     `farther` are pairs that the tree puts farther apart than printed; `unplaced` are leaves of
-    which nothing on PCIe is known, so that they hang on nothing. A leaf without an entry in
-    `host_bridges` has a bridge of its own that no printed class speaks of.
+    which nothing on PCIe is known, so that they hang on nothing. `host_bridges` lacks those of
+    which no class is printed.
     """
 
     devices: tuple[Device, ...]
@@ -78,9 +78,8 @@ def infer_tree(node: str, leaves: Sequence[Leaf], printed: Mapping[Pair, SmiClas
     bridges: dict[str, str] = {}
     for group in by_numa:
         inside = [leaves[i] for i in group]
-        if not known & set(group) and not any(
-            leaf.cpus or leaf.numa is not None for leaf in inside
-        ):
+        has_place = any(leaf.cpus or leaf.numa is not None for leaf in inside)
+        if not has_place and not known & set(group):
             unplaced += [leaf.device for leaf in inside]
             continue
         cpu = builder.add_cpu(inside)
@@ -180,8 +179,10 @@ class _Builder:
             device = f"{self.node}/cpu{len(self.cpus)}"
         self.cpus.append(device)
         cpus = {leaf.cpus for leaf in leaves if leaf.cpus}
-        affinity = {"cpus": cpus.pop()} if len(cpus) == 1 else {}
-        self.devices.append(Device(device, DeviceKind.CPU, self.node, numa, dict(affinity)))
+        attributes: dict[str, str | int | float | bool] = {"inferred": True}
+        if len(cpus) == 1:
+            attributes["cpus"] = cpus.pop()
+        self.devices.append(Device(device, DeviceKind.CPU, self.node, numa, attributes))
         return device
 
     def add_root(self, cpu: str, groups: Sequence[Sequence[Leaf]]) -> None:
@@ -199,9 +200,8 @@ class _Builder:
         count = sum(device.kind is DeviceKind.PCIE_SWITCH for device in self.devices)
         device = f"{self.node}/switch{count}"
         above = next(device for device in self.devices if device.id == parent)
-        inferred = {"inferred": True}
         self.devices.append(
-            Device(device, DeviceKind.PCIE_SWITCH, self.node, above.numa, dict(inferred))
+            Device(device, DeviceKind.PCIE_SWITCH, self.node, above.numa, {"inferred": True})
         )
         self.links.append(Link(device, parent, LinkKind.PCIE))
         return device

@@ -32,24 +32,23 @@ def tree(switches: Sequence[Switch], name: str, notes: Sequence[str] = ()) -> To
     missing: dict[str, int] = {}
     parents: dict[str, list[str]] = {}
     for switch in switches:
-        for child in switch.switches:
+        for child in dict.fromkeys(switch.switches):
             parents.setdefault(child, []).append(switch.name)
             if child not in known:
                 missing.setdefault(child, switch.line)
     _refuse_cycles(known, name)
+    by_line: dict[int, list[str]] = {}
+    for child, line in missing.items():
+        by_line.setdefault(line, []).append(child)
     said += [
-        f"line {line}: switch {child} is named but not described; what hangs on it is unknown"
-        for child, line in missing.items()
+        f"line {line}: named but not described, so what hangs there is unknown: {_some(children)}"
+        for line, children in by_line.items()
     ]
-    said += [
-        f"switch {child} hangs on several switches: {', '.join(above)}"
-        for child, above in parents.items()
-        if len(above) > 1
-    ]
+    if several := [child for child, above in parents.items() if len(above) > 1]:
+        said.append(f"switches below several others: {_some(several)}")
     roots = [switch.name for switch in switches if switch.name not in parents]
     if len(roots) > 1:
-        top = f"{', '.join(roots[:8])}{_more(roots, 8)}"
-        said.append(f"what joins the top switches {top} is not in the file")
+        said.append(f"what joins the top switches {_some(roots)} is not in the file")
     links = [
         Link(switch.name, child, LinkKind.ETHERNET)
         for switch in switches
@@ -77,8 +76,7 @@ def blocks(
         for block in switches:
             by_size.setdefault(len(block.nodes), []).append(block.name)
         said += [
-            f"{size} nodes in {', '.join(names[:8])}{_more(names, 8)}, but the smallest block size "
-            f"is {sizes[0]}"
+            f"{size} nodes in {_some(names)}, but the smallest block size is {sizes[0]}"
             for size, names in by_size.items()
             if size != sizes[0]
         ]
@@ -141,10 +139,11 @@ def _with_hosts(
         links += [Link(host, switch, LinkKind.ETHERNET) for switch in dict.fromkeys(above)]
     several = [node for node, above in places.items() if len(above) > 1]
     if several:
-        notes.append(f"named more than once: {', '.join(several[:8])}{_more(several, 8)}")
+        notes.append(f"nodes in several places: {_some(several)}")
     notes.append("what is inside the nodes is not in the file, so there are no ranks")
     return validate(Topology(name, tuple(devices), tuple(links), (), tuple(notes)))
 
 
-def _more(names: Sequence[str], shown: int) -> str:
-    return f" and {len(names) - shown} more" if len(names) > shown else ""
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{', '.join(names[:8])}{more}"
