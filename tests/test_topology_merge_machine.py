@@ -166,6 +166,30 @@ def test_a_hint_file_of_unknown_devices_places_the_gpus_of_another() -> None:
     ]
 
 
+def test_unknown_devices_take_nothing_from_gpus_that_are_known() -> None:
+    [hint] = found("nccl-xml/aws-g5-48xl.xml")
+    [hwloc] = found("hwloc-xml/aws-g5.48xl.xml")
+    trusted = Description("nccl-xml", hwloc.topology)
+    topology = merge_machine([trusted, hint])
+    assert kinds(topology)["gpu"] == 8
+    assert not kinds(topology)["pcie_switch"]
+    assert topology.ranks == hwloc.topology.ranks
+    assert [device.numa for device in topology.devices if device.kind is DeviceKind.GPU] == [
+        *[0] * 4,
+        *[1] * 4,
+    ]
+
+
+def test_a_nic_that_only_the_less_trusted_calls_unfit_is_said() -> None:
+    nic = Device("node0/nic0", DeviceKind.NIC, "node0", 0, {"name": "mlx5_0"})
+    unfit = Device(nic.id, nic.kind, "node0", 0, {"name": "mlx5_0", "data": False})
+    a = Description("nccl-xml", Topology("a", (nic,), ()))
+    b = Description("hwloc-xml", Topology("b", (unfit,), ()))
+    topology = merge_machine([a, b])
+    assert "data" not in topology.devices[0].attributes
+    assert said(topology, "node0/nic0: carries no data in b, which a does not say; a is taken")
+
+
 def parts(topology: Topology) -> tuple[Counter[str], Counter[str]]:
     """Devices and links without their order and direction."""
     turned = (

@@ -43,6 +43,10 @@ class Entry:
                 self._differ("numa", numa, origin["numa"], device.numa, index, names, conflicts)
             for key, value in device.attributes.items():
                 if key == "data" and index != min(self.said):
+                    if value is False and attributes.get("data", True) is not False:
+                        a, b = names[min(self.said)], names[index]
+                        what = f"carries no data in {b}, which {a} does not say; {a} is taken"
+                        conflicts.add(self.id, what)
                     continue
                 if key not in attributes:
                     attributes[key], origin[key] = value, index
@@ -110,7 +114,7 @@ def match_devices(descriptions: Sequence[Description], conflicts: Conflicts) -> 
         }
         for device in topology.devices:
             entry = ids.get(device.id)
-            if entry is not None and entry.kind is not device.kind:
+            if entry and entry.kind is not device.kind is not DeviceKind.PCIE_SWITCH:
                 # What one file has as a PCI device of some kind, another knows to be a GPU.
                 entry.kind = device.kind
                 entry.id = _free_id(_local(device, node), device.kind, taken)
@@ -133,11 +137,12 @@ def match_devices(descriptions: Sequence[Description], conflicts: Conflicts) -> 
 
 def is_of_unknown_kind(entry: Entry) -> bool:
     """Return whether all that is known is that there is a PCI device, as in some hint files."""
-    return entry.kind is DeviceKind.PCIE_SWITCH and all(
-        "busid" in device.attributes and "class" not in device.attributes
-        for device in entry.said.values()
-        if device.kind is DeviceKind.PCIE_SWITCH
-    )
+    return entry.kind is DeviceKind.PCIE_SWITCH and all(map(_is_unknown, entry.said.values()))
+
+
+def _is_unknown(device: Device) -> bool:
+    known = device.kind is not DeviceKind.PCIE_SWITCH or "class" in device.attributes
+    return not known and "busid" in device.attributes
 
 
 def _has_gpu(ids: dict[str, Entry]) -> bool:
@@ -178,9 +183,14 @@ def _free_id(wanted: str, kind: DeviceKind, taken: dict[str, Entry]) -> str:
 
 def _surely(device: Device, entries: Sequence[Entry], index: int) -> Entry | None:
     """Return the entry that a bus id or the like proves to be this device, and note it there."""
+    free = [
+        e
+        for e in entries
+        if index not in e.said
+        and (e.kind is device.kind or is_of_unknown_kind(e) or _is_unknown(device))
+    ]
     for key in _KEYS.get(device.kind, ()):
-        unknown = [e for e in entries if index not in e.said and is_of_unknown_kind(e)]
-        for entry in (*_free(device, entries, index), *unknown):
+        for entry in free:
             if key in _SURE and _equal(device, entry, key):
                 entry.said[index] = device
                 return entry
@@ -189,7 +199,11 @@ def _surely(device: Device, entries: Sequence[Entry], index: int) -> Entry | Non
 
 def _likely(device: Device, entries: Sequence[Entry], index: int) -> Entry | None:
     """Return the entry that goes by this device's number or name and is not another for sure."""
-    free = [e for e in _free(device, entries, index) if not _contradict(device, e)]
+    free = [
+        e
+        for e in entries
+        if e.kind is device.kind and index not in e.said and not _contradict(device, e)
+    ]
     for key in _KEYS.get(device.kind, ()):
         for entry in free:
             if _equal(device, entry, key):
@@ -204,10 +218,6 @@ def _likely(device: Device, entries: Sequence[Entry], index: int) -> Entry | Non
         elif _last(entry.id) == _last(device.id):
             return entry
     return None
-
-
-def _free(device: Device, entries: Sequence[Entry], index: int) -> list[Entry]:
-    return [e for e in entries if e.kind is device.kind and index not in e.said]
 
 
 def _last(device_id: str) -> str:
