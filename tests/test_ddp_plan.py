@@ -128,7 +128,7 @@ def _logged(rank: int, world_size: int) -> tuple[list[str], bool]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        model = DistributedDataParallel(_model())
+        model = DistributedDataParallel(_model(), bucket_cap_mb=0.03125)
         with topo_ar.attach(model, timeout_s=20.0) as handle:
             torch.save(model, io.BytesIO())
             _train(model, 24)
@@ -145,4 +145,5 @@ def test_the_log_says_once_on_rank_0_what_another_cap_would_gain(ranks) -> None:
     assert ok
     assert line.startswith("advice after 20 steps: ")
     assert "bucket cap" in line
+    assert "0.03125 MiB" in line
     assert others == [([], True)] * 3

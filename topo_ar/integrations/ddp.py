@@ -59,7 +59,7 @@ class DDPHook:
     Attributes
     ----------
     advise : callable or None
-        Called once, at the first bucket after 20 steps.
+        Called once, before the first bucket after 20 steps.
     error : BaseException or None
         Why the hook failed.
     """
@@ -87,9 +87,8 @@ class DDPHook:
             tensor = bucket.buffer()
             on_done = None
             if self.recorder is not None:
-                if self.advise is not None and self.recorder.num_steps > _ADVICE_AFTER_STEPS:
-                    advise, self.advise = self.advise, None
-                    advise()
+                if self.advise is not None and bucket.index() == 0:
+                    self._advise_once(self.advise, self.recorder.num_steps)
                 on_done = partial(self.recorder.done, self.recorder.called(bucket, tensor))
             return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done)
         except BaseException as error:
@@ -98,6 +97,12 @@ class DDPHook:
             failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             failed.set_exception(error)  # type: ignore[arg-type]
             return failed
+
+    def _advise_once(self, advise: Callable[[], None], num_steps: int) -> None:
+        """Give advice before the first bucket of a step, when all steps in the trace are whole."""
+        if num_steps >= _ADVICE_AFTER_STEPS:
+            self.advise = None
+            advise()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"communicator": None, "recorder": None, "advise": None, "error": None}
@@ -162,7 +167,7 @@ class Handle:
         except TopoError as error:
             logger.info("no advice on the bucket cap: %s", error)
             return
-        logger.info("advice after %d steps: %s", self._recorder.num_steps - 1, found.reason)
+        logger.info("advice after %d steps: %s", self._recorder.num_steps, found.reason)
 
     def close(self) -> None:
         """Close the communicator; the DDP cannot run backward afterwards."""

@@ -94,11 +94,13 @@ class Pricing:
         """
         candidate = self.candidate(bucket.nbytes, mode)
         if candidate.family not in STAGED:
-            return Job(bucket.ready_seconds, (Chunk(0, 0, candidate.seconds, 0),), alone=True)
+            return Job(
+                bucket.ready_seconds, (Chunk(0, 0, float(candidate.seconds), 0),), alone=True
+            )
         pipeline = self.setting.pipeline(candidate.family)
         exact = _job(pipeline, candidate.chunk_nbytes)
         alone = exact.seconds_alone
-        scale = candidate.seconds / alone if alone else 1
+        scale = float(candidate.seconds / alone) if alone else 1
         if codec == NONE or self.setting.parameters.num_nodes < 2:
             return exact.scaled(scale, bucket.ready_seconds)
         sizes = (bucket.nbytes,) if codec.whole else candidate.chunk_nbytes
