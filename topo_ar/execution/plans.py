@@ -162,7 +162,7 @@ class Plans:
 def _require_fit(
     what: str, placed: "list[tuple[int, ...]] | tuple[tuple[int, ...], ...]", nodes: object
 ) -> None:
-    theirs = tuple(sorted(tuple(node) for node in placed))
+    theirs = tuple(sorted(tuple(sorted(node)) for node in placed))
     if theirs != nodes:
         raise PlanError(
             f"the {what} places the ranks on nodes as {theirs}, the job runs them as {nodes}; "

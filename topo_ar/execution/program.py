@@ -85,7 +85,15 @@ def _compile_chunk(stages: dict[Stage, Step], rank: int) -> ChunkProgram:
     if scatter is not None:
         shards = scatter.shards
         shard = shards[scatter.group.index(rank)]
-        owners = tuple(i for i, (begin, end) in enumerate(shards) if end > begin)
+        # A plan may order the ranks of a node by their NICs; local ranks go by number.
+        by_number = sorted(scatter.group)
+        owners = tuple(
+            sorted(
+                by_number.index(owner)
+                for owner, (begin, end) in zip(scatter.group, shards, strict=True)
+                if end > begin
+            )
+        )
     elif rail is not None:
         shards = rail.shards
         shard = (min(s[0] for s in shards), max(s[1] for s in shards))

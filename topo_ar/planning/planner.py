@@ -9,7 +9,7 @@ from topo_ar.planning.calibration import Calibration
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, pick
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.cost_levels import islands_of, racks_of
-from topo_ar.planning.level_bounds import Bound, all_reduce_lower_bound
+from topo_ar.planning.level_bounds import Bound, all_reduce_lower_bound, check_levels
 from topo_ar.planning.placement import Distances, place
 from topo_ar.planning.plan import Alternative, Family, Plan, Shards
 from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
@@ -86,6 +86,7 @@ def plan(
             f"{runtime.max_chunk_nbytes} bytes; sizes must be positive and a chunk must hold an "
             "element"
         )
+    check_levels(levels)
     placement = place(levels, distances)
     setting = Setting(
         CostParameters.from_levels(placement.levels, runtime=runtime),

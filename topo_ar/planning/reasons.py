@@ -183,8 +183,8 @@ def _order(verdict: Verdict) -> str:
         )
     if placement.rails_moved:
         parts.append(
-            f"In {placement.rails_moved} nodes the ranks stand in the order of their NICs, so that "
-            "a rail joins NICs at the same place."
+            f"In {placement.rails_moved} of {len(verdict.levels.nodes)} nodes the ranks stand in the "
+            "order of their NICs, so that a rail joins NICs at the same place."
         )
     return " ".join(parts)
 
