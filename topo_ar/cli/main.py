@@ -7,6 +7,7 @@ import typer
 
 from topo_ar._version import __version__
 from topo_ar.cli.bench import bench
+from topo_ar.cli.diff import diff
 from topo_ar.cli.doctor import doctor
 from topo_ar.cli.emulate import emulate
 from topo_ar.cli.explain import explain
@@ -45,6 +46,7 @@ def _root(
 
 app.command()(probe)
 app.command()(show)
+app.command()(diff)
 app.command()(plan)
 app.command()(bench)
 app.command()(explain)

@@ -20,10 +20,36 @@ RanksPerNode = Annotated[
 Nics = Annotated[
     str | None, typer.Option("--nic", help="NICs of each node of a preset: 1gbit,1gbit.")
 ]
+FabricKind = Annotated[
+    str | None,
+    typer.Option(
+        "--fabric",
+        help="Network of a preset: non-blocking (default), rail-optimised or leaf-spine.",
+    ),
+]
+Oversubscription = Annotated[
+    float | None,
+    typer.Option(
+        "--oversubscription",
+        help="What the NICs of a leaf switch carry over what its uplinks carry (default 1).",
+    ),
+]
+NodesPerLeaf = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes-per-leaf", help="Nodes that share leaf switches (default: as fill 32 ports)."
+    ),
+]
 
 
 def load_topology(
-    name: str, nodes: int | None = None, ranks_per_node: int | None = None, nic: str | None = None
+    name: str,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    nic: str | None = None,
+    fabric: str | None = None,
+    oversubscription: float | None = None,
+    nodes_per_leaf: int | None = None,
 ) -> Topology:
     """Return the topology in the file `name`, or the preset of that name.
 
@@ -34,19 +60,28 @@ def load_topology(
     TopologyError
         If the file cannot be read or is no sound topology.
     """
-    from topo_ar.topology.presets import PRESETS, preset
+    from topo_ar.topology.presets import FABRICS, PRESETS, preset
 
     if name in PRESETS:
         rates = None if nic is None else [parse_rate(rate) for rate in nic.split(",")]
-        return preset(name, 1 if nodes is None else nodes, ranks_per_node, rates)
+        return preset(
+            name,
+            1 if nodes is None else nodes,
+            ranks_per_node,
+            rates,
+            fabric=FABRICS[0] if fabric is None else fabric,
+            oversubscription=oversubscription,
+            nodes_per_leaf=nodes_per_leaf,
+        )
     if not Path(name).exists():
         raise ConfigError(
             f"{name!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}"
         )
-    if nodes is not None or ranks_per_node is not None or nic is not None:
+    options = (nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf)
+    if any(option is not None for option in options):
         raise ConfigError(
-            f"--nodes, --ranks-per-node and --nic shape a preset, but {name} is a file; "
-            "leave them out"
+            f"--nodes, --ranks-per-node, --nic, --fabric, --oversubscription and --nodes-per-leaf "
+            f"shape a preset, but {name} is a file; leave them out"
         )
     from topo_ar.topology.readers import read
 
@@ -58,6 +93,9 @@ def load_several(
     nodes: int | None = None,
     ranks_per_node: int | None = None,
     nic: str | None = None,
+    fabric: str | None = None,
+    oversubscription: float | None = None,
+    nodes_per_leaf: int | None = None,
 ) -> tuple[Topology, str]:
     """Return the one topology that `names` describe, and the formats they were found in.
 
@@ -74,12 +112,13 @@ def load_several(
     from topo_ar.topology.presets import PRESETS
     from topo_ar.topology.readers import describe
 
+    options = (nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf)
     if len(names) == 1 and names[0] in PRESETS:
-        return load_topology(names[0], nodes, ranks_per_node, nic), "preset"
+        return load_topology(names[0], *options), "preset"
     for name in names:
         if name in PRESETS:
             raise ConfigError(f"{name} is a preset; it stands alone, only files are made one")
         if len(names) == 1 or not Path(name).exists():
-            load_topology(name, nodes, ranks_per_node, nic)
+            load_topology(name, *options)
     found = [describe(Path(name)) for name in names]
     return combine(found), " + ".join(dict.fromkeys(each.format for each in found))

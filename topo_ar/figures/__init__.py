@@ -3,7 +3,7 @@
 from topo_ar.figures.bandwidth import busbw_over_size
 from topo_ar.figures.graph import topology_graph
 from topo_ar.figures.prediction import predicted_measured
-from topo_ar.figures.style import save
+from topo_ar.figures.style import save, save_as
 from topo_ar.figures.timeline import bucket_timeline
 from topo_ar.figures.training import step_time, training_parity
 
@@ -12,6 +12,7 @@ __all__ = [
     "busbw_over_size",
     "predicted_measured",
     "save",
+    "save_as",
     "step_time",
     "topology_graph",
     "training_parity",

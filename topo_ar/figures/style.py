@@ -90,6 +90,22 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> tuple[Path, Path]:
     return png, svg
 
 
+def save_as(figure: "Figure", path: str | os.PathLike[str]) -> None:
+    """Write `figure` in the one format that the suffix of `path` names, ``.svg`` or ``.png``.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be written.
+    """
+    blank = {"Date": None, "Creator": None} if Path(path).suffix == ".svg" else {"Software": None}
+    try:
+        with _style():
+            figure.savefig(path, metadata=blank)
+    except OSError as error:
+        raise ConfigError(f"cannot write a figure to {path}: {error.strerror}") from error
+
+
 def colour(names: Iterable[str]) -> dict[str, str]:
     """Return a colour for each name; well-known candidates have theirs in every figure."""
     return {name: _PALETTE[index] for name, index in _indices(names).items()}

@@ -161,6 +161,10 @@ class Paths:
             return "PHB or NODE"
         return "PHB" if len(bridges) == 1 else "NODE"
 
+    def fast_links(self, a: str, b: str) -> int:
+        """Return how many NVLinks or XGMI links join two GPUs, directly or over a switch."""
+        return sum(self._links_between(a, b, kind) for kind in (LinkKind.NVLINK, LinkKind.XGMI))
+
     def _links_between(self, a: str, b: str, kind: LinkKind) -> int:
         """Return how many links join two GPUs directly, or over one switch of links."""
         if self._counts is None:

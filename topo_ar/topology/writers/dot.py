@@ -7,7 +7,7 @@ from topo_ar.topology.writers.written import Written
 from topo_ar.units import format_rate
 
 FORMAT = "dot"
-SUFFIXES = (".dot", ".gv")
+SUFFIXES: tuple[str, ...] = (".dot", ".gv")
 
 _SHAPES = {DeviceKind.SWITCH: "box3d", DeviceKind.NVSWITCH: "box3d", DeviceKind.NIC: "component"}
 _COLOURS = {

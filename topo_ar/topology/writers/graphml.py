@@ -4,7 +4,7 @@ from topo_ar.topology.model import Figure, Topology
 from topo_ar.topology.writers.written import Written
 
 FORMAT = "graphml"
-SUFFIXES = (".graphml",)
+SUFFIXES: tuple[str, ...] = (".graphml",)
 
 
 def write_text(topology: Topology) -> Written:

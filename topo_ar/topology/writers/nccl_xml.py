@@ -14,7 +14,7 @@ from topo_ar.topology.writers.nccl_host import Element, Host
 from topo_ar.topology.writers.written import Written
 
 FORMAT = "nccl-xml"
-SUFFIXES = (".xml",)
+SUFFIXES: tuple[str, ...] = (".xml",)
 
 _MAX_TEXT = 255
 _MAX_CHILDREN = 640
