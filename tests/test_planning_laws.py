@@ -331,3 +331,18 @@ def test_racks_share_their_uplinks():
     assert there[Family.HIERARCHICAL_PIPELINED] > 2 * here[Family.HIERARCHICAL_PIPELINED]
     third = there[Family.HIERARCHICAL_THREE_LEVEL]
     assert third == pytest.approx(here[Family.HIERARCHICAL_PIPELINED], rel=0.02)
+
+
+def test_adding_costs_what_the_runtime_says():
+    levels = cluster([4, 4], 300, [25] * 4)
+    slow = replace(PORTS, reduce_seconds_per_byte=Fraction(1, 10))
+    without, with_adding = (
+        {c.family: c.seconds for c in candidates(setting_of(levels, runtime), 960)}
+        for runtime in (PORTS, slow)
+    )
+    # (N-1) / N of the buffer is added on every rank, in one stage after the other.
+    for family in (Family.FLAT_RING, Family.DIRECT, Family.HALVING_DOUBLING):
+        assert with_adding[family] - without[family] == pytest.approx(960 * 0.1 * 7 / 8)
+    sequential = Family.HIERARCHICAL_SEQUENTIAL
+    assert with_adding[sequential] - without[sequential] == pytest.approx(96 * (3 / 4 + 1 / 8))
+    assert all(with_adding[family] >= without[family] for family in without)
