@@ -1,16 +1,20 @@
 """The planted layout of emulated hosts, recovered by real ranks from what they measure."""
 
 import json
+import os
+import subprocess
 import sys
 
 import msgspec
 import pytest
 
 from tests.hosts import skip_without_hosts
+from tests.ranks import RanksFailedError
 from topo_ar.emulation.cluster import Cluster
 from topo_ar.emulation.launch import launch
 from topo_ar.emulation.links import payload_fraction
 from topo_ar.emulation.spec import ClusterSpec, parse_spec
+from topo_ar.errors import ExecutionError
 from topo_ar.execution.gather import Channel
 from topo_ar.execution.pingpong import measure_pairs
 from topo_ar.topology.clustering import nic_rates
@@ -101,12 +105,12 @@ def _measure_here(rank: int, world_size: int, budget: float) -> tuple[Measuremen
 
 
 def test_ranks_of_one_host_are_one_host(ranks) -> None:
-    results = ranks.run(_measure_here, 4, 1.0)
+    results = ranks.run(_measure_here, 4, 4.0)
     first, phases = results[0]
     assert all(measured == first for measured, _ in results)
     assert first.groups == ((0, 1, 2, 3),)
     assert (first.racks, first.hosts.rate) == ((), ((None,),))
-    assert phases[:3] == ["latencies"] * 3
+    assert {"latencies", "pairs of ranks"} == set(phases)
     for row in first.ranks.rate + first.ranks.latency:
         assert all(value and value > 0 for value in row)
 
@@ -115,3 +119,39 @@ def test_little_time_is_said(ranks) -> None:
     [measured, *_] = [measured for measured, _ in ranks.run(_measure_here, 4, 0.02)]
     assert "1 of 3 rounds of ranks fitted into 0.02 s" in measured.notes[0]
     assert sum(value is None for row in measured.ranks.rate for value in row) == 8
+
+
+def test_measuring_without_a_job_or_time_is_one_line() -> None:
+    command = [sys.executable, "-m", "topo_ar", "probe", "--measure"]
+    clean = {key: text for key, text in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    alone = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=30)
+    assert (alone.returncode, alone.stdout) == (2, "")
+    assert "--measure needs a job, and the environment lacks RANK, WORLD_SIZE" in alone.stderr
+    assert len(alone.stderr.splitlines()) == 1
+
+
+def test_no_time_is_refused(ranks) -> None:
+    with pytest.raises(RanksFailedError, match="a budget of 0 s measures nothing"):
+        ranks.run(_measure_here, 2, 0)
+
+
+def _one_leaves(rank: int, world_size: int) -> str:
+    channel = Channel(None, 5.0)
+
+    def leave(phase: str, done: int, total: int) -> None:
+        if rank == 1 and done == 1:
+            os._exit(3)
+
+    try:
+        measure_pairs(channel, 10.0, leave)
+    except ExecutionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_survivors_of_a_lost_rank_say_so(ranks) -> None:
+    outcomes = ranks.fresh(_one_leaves, 3, deadline_s=30.0)
+    assert outcomes[1].exitcode == 3
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.result != "no error", outcome
+        assert "rank" in outcome.result

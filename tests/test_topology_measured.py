@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from topo_ar.errors import TopologyError
 from topo_ar.execution.pair_flow import rate_of
 from topo_ar.execution.pingpong import tournament
-from topo_ar.topology.clustering import group_hosts, group_ranks, nic_rates, slow_hosts
+from topo_ar.topology.clustering import (
+    group_hosts,
+    group_ranks,
+    nic_rates,
+    pairs_across,
+    slow_hosts,
+    uplinks_are_shared,
+)
 from topo_ar.topology.levels import levels
 from topo_ar.topology.measured import disagreements, findings, measured_topology
 from topo_ar.topology.model import Source
@@ -141,6 +148,15 @@ def test_no_racks_where_nothing_is_shared_or_nobody_is_nearer() -> None:
     assert job([[0], [1]], [48e6, 48e6]).racks == ()
     alone = job([[h] for h in range(4)], [48e6] * 4, [[0], [1], [2], [3]], 40e6)
     assert alone.racks == ()
+
+
+def test_racks_that_send_all_their_nics_carry_were_chance() -> None:
+    measured = job([[h] for h in range(4)], [48e6] * 4)
+    racks = ((0, 1), (2, 3))
+    assert pairs_across(racks, 1) == [(2, 0), (3, 1)]
+    assert not uplinks_are_shared(racks, (95e6, 94e6), measured.hosts)
+    assert uplinks_are_shared(racks, (95e6, 60e6), measured.hosts)
+    assert not uplinks_are_shared(racks, (None, None), measured.hosts)
 
 
 def test_a_slow_nic_is_named_and_does_not_slow_its_partners() -> None:

@@ -4,6 +4,7 @@ import networkx as nx
 import pytest
 
 from tests.foreign import foreign
+from topo_ar.cli.topology_source import load_several, load_topology
 from topo_ar.errors import ConfigError
 from topo_ar.topology.graph import to_networkx
 from topo_ar.topology.levels import levels
@@ -280,3 +281,14 @@ def test_bad_requests_are_named() -> None:
         preset("cpu-host", ranks_per_node=0)
     with pytest.raises(ConfigError, match="9 NICs"):
         preset("dgx-h100", nic=[1e9] * 9)
+
+
+def test_fabric_options_of_the_command_line() -> None:
+    options = (None, None, "leaf-spine", 2.0, 2)
+    topology = load_topology("cpu-host", 4, *options)
+    assert topology == preset(
+        "cpu-host", nodes=4, fabric="leaf-spine", oversubscription=2, nodes_per_leaf=2
+    )
+    assert load_several(["cpu-host"], 4, *options) == (topology, "preset")
+    with pytest.raises(ConfigError, match="--fabric.*shape a preset"):
+        load_topology(str(foreign("nccl-xml/azure-ndv4.xml")), fabric="leaf-spine")

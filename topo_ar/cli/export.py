@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from topo_ar.cli.topology_source import Nics, Nodes, RanksPerNode, load_topology
+from topo_ar.cli.topology_source import (
+    FabricKind,
+    Nics,
+    Nodes,
+    NodesPerLeaf,
+    Oversubscription,
+    RanksPerNode,
+    load_topology,
+)
 from topo_ar.errors import ConfigError, PlanError
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.units import parse_size
@@ -43,6 +51,9 @@ def export(
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
     nic: Nics = None,
+    fabric: FabricKind = None,
+    oversubscription: Oversubscription = None,
+    nodes_per_leaf: NodesPerLeaf = None,
 ) -> None:
     """Write a plan for another program, and say how that program takes it.
 
@@ -52,7 +63,9 @@ def export(
     """
 
     def topology() -> "Topology":
-        return load_topology(source, nodes, ranks_per_node, nic)
+        return load_topology(
+            source, nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf
+        )
 
     def planned() -> Plan:
         return _plan(source, size, family, topology)

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from topo_ar.cli.plan_training import Training, plan_step, step_json, step_text
-from topo_ar.cli.topology_source import Nics, Nodes, RanksPerNode, TopologyName, load_topology
+from topo_ar.cli.topology_source import (
+    FabricKind,
+    Nics,
+    Nodes,
+    NodesPerLeaf,
+    Oversubscription,
+    RanksPerNode,
+    TopologyName,
+    load_topology,
+)
 from topo_ar.errors import ConfigError
 from topo_ar.planning.plan import Family
 from topo_ar.units import parse_size
@@ -35,6 +44,9 @@ def plan(
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
     nic: Nics = None,
+    fabric: FabricKind = None,
+    oversubscription: Oversubscription = None,
+    nodes_per_leaf: NodesPerLeaf = None,
     family: Annotated[
         str | None,
         typer.Option(
@@ -114,7 +126,14 @@ def plan(
                 "the options describe a training step, whose sizes and algorithms are planned; "
                 "leave out --size, --family and --calibration"
             )
-        _plan_step(load_topology(topology, nodes, ranks_per_node, nic), training, output, as_json)
+        _plan_step(
+            load_topology(
+                topology, nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf
+            ),
+            training,
+            output,
+            as_json,
+        )
         return
     if sizes is None:
         raise ConfigError("give buffer sizes with --size, or a training step with --model")
@@ -128,7 +147,9 @@ def plan(
     if output is not None and len(counts) > 1:
         raise ConfigError(f"{output} can hold one plan, but {len(counts)} sizes were given")
     insisted = None if family is None else _family(family)
-    found = load_topology(topology, nodes, ranks_per_node, nic)
+    found = load_topology(
+        topology, nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf
+    )
     both, digest = levels(found), topology_hash(found)
     measured = None if calibration is None else _calibration(calibration, both)
     plans = [

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from topo_ar.errors import ConfigError
+from topo_ar.errors import ConfigError, ExecutionError
 from topo_ar.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -31,11 +31,14 @@ def measure_job(
     ------
     ConfigError
         If this process is no rank of a job, or a file cannot be written.
+    ExecutionError
+        If the ranks do not meet, or one is lost on the way.
     """
     missing = [name for name in _JOB_VARIABLES if not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"--measure needs a job, but {', '.join(missing)} is not set; start it on every rank: "
+            f"--measure needs a job, and the environment lacks {', '.join(missing)}; start it on "
+            "every rank: "
             "torchrun --nproc-per-node 4 --no-python topo-ar probe --measure, or topo-ar emulate "
             "SPEC -- topo-ar probe --measure"
         )
@@ -48,7 +51,10 @@ def measure_job(
 
     declared = None if against is None else load_topology(against)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_MEETING_S))
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_MEETING_S))
+    except (RuntimeError, ValueError) as error:
+        raise ExecutionError(f"the ranks of the job did not meet: {error}") from None
     try:
         channel = Channel(None, _MEETING_S)
         first = channel.rank == 0

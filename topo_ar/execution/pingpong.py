@@ -3,17 +3,23 @@
 import math
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
 import msgspec
 
-from topo_ar.errors import ConfigError
+from topo_ar.errors import ConfigError, ExecutionError
 from topo_ar.execution.gather import Channel, agree_on_nonce
 from topo_ar.execution.pair_flow import PairFlow
 from topo_ar.execution.transports.rendezvous import connect, listen
-from topo_ar.topology.clustering import group_hosts, group_ranks
+from topo_ar.topology.clustering import (
+    Groups,
+    group_hosts,
+    group_ranks,
+    pairs_across,
+    uplinks_are_shared,
+)
 from topo_ar.topology.pair_times import Measurement, PairTimes, Table
 
 Pair = tuple[int, int]
@@ -64,6 +70,8 @@ def tournament(size: int) -> list[list[Pair]]:
     >>> tournament(4)
     [[(0, 3), (1, 2)], [(1, 3), (0, 2)], [(2, 3), (0, 1)]]
     """
+    if size < 2:
+        return []
     seats = size + size % 2
     rounds = []
     for turn in range(seats - 1):
@@ -131,7 +139,8 @@ class _Meeting:
         size = self._channel.world_size
         rounds = tournament(size)
         cost = _PING.least + 2 * _RANKS.least + _ROUND_OVERHEAD_S
-        kept = rounds[: max(1, int((_PING.share + _RANKS.share) * budget / cost))]
+        affordable = (_PING.share + _RANKS.share) * budget / cost
+        kept = rounds[: max(1, int(affordable))]
         notes = []
         if len(kept) < len(rounds):
             notes.append(
@@ -139,12 +148,17 @@ class _Meeting:
                 "of one host may be seen as separate; give more time"
             )
         own_latency, own_rate = self._reference()
-        latency = self._latencies(kept, budget)
-        rate = self._flows("pairs of ranks", _each_way(kept), budget, _RANKS, _LOOPBACK_NBYTES)
+        # Whatever else a host does makes its pairs look far, never near: the best of tries counts.
+        tries = min(max(int(affordable / max(len(kept), 1)), 1), _MOST_TRIES)
+        latency = self._latencies(kept * tries, budget)
+        rate = self._flows(
+            "pairs of ranks", _each_way(kept) * tries, budget, _RANKS, _LOOPBACK_NBYTES
+        )
         times = _tables(
             [*self._gather([own_latency]), *latency],
             [*self._gather([own_rate]), *self._gather(rate)],
             range(size),
+            of_tries=max,
         )
         cut = group_ranks(times)
         if not cut.clean:
@@ -173,25 +187,29 @@ class _Meeting:
             self._gather(self._flows("pairs of hosts", turn * tries, budget / len(turns), _HOSTS))
             for turn in turns
         ]
-        hosts = _tables(latency, [each for turn in seen for each in turn], first)
+        hosts = _tables(latency, [each for turn in seen for each in turn], first, of_tries=median)
         loaded = _loaded(seen, first)
         racks = group_hosts(hosts, loaded)
+        uplinks = self._uplinks(racks, first, budget)
+        if racks and not uplinks_are_shared(racks, uplinks, hosts):
+            racks, uplinks = (), ()
         return Measurement(
             ranks=times,
             groups=tuple(groups),
             hosts=hosts,
             loaded=loaded,
             racks=racks,
-            uplinks=self._uplinks([[first[host] for host in rack] for rack in racks], budget),
+            uplinks=uplinks,
             notes=tuple(notes),
         )
 
-    def _uplinks(self, racks: Sequence[Sequence[int]], budget: float) -> tuple[float | None, ...]:
-        """Return what leaves each rack while its hosts, one rank each, send to those of others."""
-        everyone = [rank for rack in racks for rank in rack]
+    def _uplinks(
+        self, racks: Groups, first: Sequence[int], budget: float
+    ) -> tuple[float | None, ...]:
+        """Return what leaves each rack while its hosts, by their `first` ranks, send to others."""
         rounds = [
-            list(zip(rack, [rank for rank in everyone if rank not in rack], strict=False))
-            for rack in racks
+            [(first[a], first[b]) for a, b in pairs_across(racks, rack)]
+            for rack in range(len(racks))
         ]
         seen = self._gather(self._flows("uplinks of racks", rounds, budget, _UPLINKS))
         rates = {(each.sender, each.receiver): each.value for each in seen}
@@ -201,6 +219,7 @@ class _Meeting:
         """Return latency and rate of this rank with itself: what being on one host looks like."""
         rank = self._channel.rank
         with listen(self._channel.address) as listener:
+            listener.settimeout(_DEADLINE_S)
             near = socket.create_connection(listener.getsockname(), _DEADLINE_S)
             far, _ = listener.accept()
 
@@ -259,9 +278,17 @@ class _Meeting:
         """Yield this rank's pair of each round that has one; all ranks begin a round together."""
         for done, pairs in enumerate(rounds):
             self._on_progress(phase, done, len(rounds))
-            self._channel.barrier()
+            self._wait_for_all(phase)
             yield from (pair for pair in pairs if self._channel.rank in pair)
-        self._channel.barrier()
+        self._wait_for_all(phase)
+
+    def _wait_for_all(self, phase: str) -> None:
+        try:
+            self._channel.barrier()
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"rank {self._channel.rank} waited in vain for the others ({phase}): {error}"
+            ) from None
 
     def _meet(self, a: int, b: int) -> PairFlow:
         """Return the connection between two ranks, one of which is this one."""
@@ -278,15 +305,19 @@ class _Meeting:
         ]
 
 
-def _tables(latency: Sequence[_Seen], rate: Sequence[_Seen], members: Sequence[int]) -> PairTimes:
-    """Return the tables of all ranks' figures; of several of one pair the median counts."""
+def _tables(
+    latency: Sequence[_Seen],
+    rate: Sequence[_Seen],
+    members: Sequence[int],
+    of_tries: Callable[[Iterable[float]], float],
+) -> PairTimes:
+    """Return the tables of all ranks' figures: least latency, and the rate `of_tries`."""
     alpha, beta = _by_pair(latency), _by_pair(rate)
+    least = {pair: min(tries, key=lambda seen: seen.value) for pair, tries in alpha.items()}
     return PairTimes(
-        latency=_table(members, {pair: median(s.value for s in alpha[pair]) for pair in alpha}),
-        latency_spread=_table(
-            members, {pair: median(s.spread for s in alpha[pair]) for pair in alpha}
-        ),
-        rate=_table(members, {pair: median(s.value for s in beta[pair]) for pair in beta}),
+        latency=_table(members, {pair: seen.value for pair, seen in least.items()}),
+        latency_spread=_table(members, {pair: seen.spread for pair, seen in least.items()}),
+        rate=_table(members, {pair: of_tries(s.value for s in beta[pair]) for pair in beta}),
         rate_spread=_table(members, {pair: median(s.spread for s in beta[pair]) for pair in beta}),
     )
 

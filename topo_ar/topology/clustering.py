@@ -14,9 +14,10 @@ from topo_ar.topology.pair_times import PairTimes, Table
 
 Groups = tuple[tuple[int, ...], ...]
 
-_HOST_GAP = 1.6
+_HOST_GAP = 2.5
 _RACK_GAP = 1.25
 _SLOW = 0.75
+_FULL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,25 @@ def group_hosts(hosts: PairTimes, loaded: Table) -> Groups:
     if cut is None or not cut.clean or len(cut.groups) in (1, hosts.size):
         return ()
     return cut.groups
+
+
+def pairs_across(racks: Groups, rack: int) -> list[tuple[int, int]]:
+    """Return pairs of a host of one rack and a host outside it, each host in one pair at most."""
+    outside = [host for other, hosts in enumerate(racks) if other != rack for host in hosts]
+    return list(zip(racks[rack], outside, strict=False))
+
+
+def uplinks_are_shared(racks: Groups, uplinks: Sequence[float | None], hosts: PairTimes) -> bool:
+    """Return whether some rack sends less than the NICs of `pairs_across` carry.
+
+    If none does, it was chance that made its hosts look nearer to each other.
+    """
+    nics = nic_rates(hosts)
+    for rack, uplink in enumerate(uplinks):
+        carried = [min(nics[a][0] or 0.0, nics[b][1] or 0.0) for a, b in pairs_across(racks, rack)]
+        if uplink is not None and uplink < _FULL * sum(carried):
+            return True
+    return False
 
 
 def _cut(closeness: Sequence[Sequence[float | None]], least: float) -> Cut | None:
