@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from topo_ar.cli.topology_source import Nics, Nodes, RanksPerNode, load_several
+from topo_ar.cli.topology_source import (
+    FabricKind,
+    Nics,
+    Nodes,
+    NodesPerLeaf,
+    Oversubscription,
+    RanksPerNode,
+    load_several,
+)
 from topo_ar.cli.topology_table import print_topology as print_topology
 from topo_ar.errors import ConfigError
 
@@ -26,6 +34,9 @@ def show(
     nodes: Nodes = None,
     ranks_per_node: RanksPerNode = None,
     nic: Nics = None,
+    fabric: FabricKind = None,
+    oversubscription: Oversubscription = None,
+    nodes_per_leaf: NodesPerLeaf = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, nothing else.")
     ] = False,
@@ -50,7 +61,9 @@ def show(
 
     Example: topo-ar show topo-m.txt nvlink-s.txt --json
     """
-    found, name = load_several(topology, nodes, ranks_per_node, nic)
+    found, name = load_several(
+        topology, nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf
+    )
     paths = [*(outputs or ()), *((svg,) if svg else ())]
     for path in paths:
         _write(found, path, quiet=as_json)
