@@ -89,6 +89,21 @@ def test_a_bound_from_elsewhere_is_named():
     assert "faster than 205 ms (exact optimum): the bottleneck is a cut" in made.reason
 
 
+def test_the_exact_bound_is_asked_for_and_named():
+    pytest.importorskip("scipy")
+    made = json.loads(
+        run("plan", "cpu-host", "--nodes", 2, "-s", "25MB", "--exact", "--json").output
+    )
+    assert made["bound_seconds"] == pytest.approx(0.2)
+    assert "(the exact optimum of the whole topology, by linear program)" in made["reason"]
+    two = json.loads(run("plan", "dgx-a100", "--nodes", 2, "-s", "1G", "--exact", "--json").output)
+    assert two["predicted_seconds"] >= two["bound_seconds"]
+    alone = run("plan", "cpu-host", "--ranks-per-node", 1, "-s", "1M", "--exact")
+    assert "There is one rank" in alone.output
+    step = run("plan", "cpu-host", "--params", "1M", "--exact")
+    assert "leave out --size" in str(step.exception)
+
+
 # --- R11: no rate above what its link can carry ---
 
 

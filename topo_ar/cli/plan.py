@@ -29,10 +29,20 @@ from topo_ar.units import parse_size
 
 if TYPE_CHECKING:
     from topo_ar.planning.calibration import Calibration
+    from topo_ar.planning.topology_bound import TopologyBound
     from topo_ar.topology.levels import Levels
     from topo_ar.topology.model import Topology
 
 _ALGORITHMS = ", ".join(Family)
+_BOUNDS = {
+    "all_reduce_lp": "the exact optimum of the whole topology, by linear program",
+    "all_reduce_lp_symmetric": (
+        "the exact optimum of the whole topology, by linear program over what may change places"
+    ),
+    "all_reduce_cut": (
+        "proven for the ports of ranks and nodes; the topology is too large for the exact optimum"
+    ),
+}
 
 
 def plan(
@@ -61,6 +71,14 @@ def plan(
             help="Predict from the measured times in this file of `topo-ar bench --json`.",
         ),
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Compare with the exact optimum of the whole topology (a linear program; needs "
+            "scipy, and about a second for 32 ranks).",
+        ),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the plan (of one size) as JSON.")
     ] = None,
@@ -121,10 +139,10 @@ def plan(
         params, model, trace, optimizer, dtype, device_memory, policy, backward_seconds
     )
     if training.given:
-        if (sizes, family, calibration) != (None, None, None):
+        if exact or (sizes, family, calibration) != (None, None, None):
             raise ConfigError(
                 "the options describe a training step, whose sizes and algorithms are planned; "
-                "leave out --size, --family and --calibration"
+                "leave out --size, --family, --calibration and --exact"
             )
         _plan_step(
             load_topology(
@@ -138,6 +156,7 @@ def plan(
     if sizes is None:
         raise ConfigError("give buffer sizes with --size, or a training step with --model")
     from topo_ar.planning.explain import explain
+    from topo_ar.planning.level_bounds import Bound
     from topo_ar.planning.planner import plan as make_plan
     from topo_ar.planning.runtime import runtime_of
     from topo_ar.topology.levels import levels
@@ -152,6 +171,7 @@ def plan(
     )
     both, digest = levels(found), topology_hash(found)
     measured = None if calibration is None else _calibration(calibration, both)
+    bound = _topology_bound(found) if exact and both.world_size > 1 else None
     plans = [
         make_plan(
             both,
@@ -160,6 +180,8 @@ def plan(
             family=insisted,
             runtime=runtime_of(found),
             calibration=measured,
+            bound=Bound(bound.seconds(n), bound.bottleneck) if bound else None,
+            bound_kind=_BOUNDS[bound.kind] if bound else "",
             advice=True,
         )
         for n in counts
@@ -187,6 +209,12 @@ def _write(path: Path, text: bytes) -> None:
         path.write_bytes(text + b"\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _topology_bound(topology: "Topology") -> "TopologyBound":
+    from topo_ar.planning.topology_bound import topology_bound
+
+    return topology_bound(topology)
 
 
 def _family(name: str) -> Family:
