@@ -8,19 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.foreign import all_foreign, foreign
 from topo_ar import figures
-from topo_ar.errors import ConfigError
+from topo_ar.errors import ConfigError, TopologyError
+from topo_ar.figures.cluster import arrange
+from topo_ar.figures.parts import Parts
 from topo_ar.telemetry.metrics import busbw
 from topo_ar.telemetry.records import RecordWriter
 from topo_ar.telemetry.trace import Span, write_trace
-from topo_ar.topology.presets import preset
+from topo_ar.topology.presets import PRESETS, preset
 from topo_ar.topology.readers import read
 
 ROOT = Path(__file__).parents[1]
-# The one left out holds graphs that NCCL found, not a topology.
-XML = sorted(
-    p for p in (ROOT / "tests/data/nccl-xml").glob("*.xml") if not p.stem.endswith("-graph")
-)
+DESCRIPTIONS = all_foreign()
 
 
 def bench_row(candidate, nbytes, seconds, **changes):
@@ -271,7 +271,7 @@ def test_presets_are_drawn_readably(name, nodes, nic):
     assert_readable(figure)
     words = said(figure)
     assert f"{nodes} node" in words
-    assert ("1 of 16 equal nodes" in words) == (nodes > 4)
+    assert ("16 x this node" in words) == (nodes > 4)
     drawn_ranks = {line for line in words.splitlines() if line.startswith("rank ")}
     per_node = 4 if name == "cpu-host" else 8
     assert len(drawn_ranks) == per_node * (1 if nodes > 4 else nodes)
@@ -301,9 +301,136 @@ def test_racks_with_uplinks_are_drawn():
     assert_readable(figure)
 
 
-@pytest.mark.parametrize("path", XML, ids=lambda path: path.stem)
-def test_topologies_from_files_are_drawn_readably(path):
-    assert_readable(drawn(read(path)))
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_drawn_readably(name):
+    assert_readable(drawn(preset(name)))
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_topologies_from_files_are_drawn_readably(name):
+    try:
+        topology = read(foreign(name))
+    except TopologyError:
+        pytest.skip(f"{name} is one that must be refused")
+    if any(device.node for device in topology.devices):
+        assert_readable(drawn(topology))
+
+
+def node_boxes(topology):
+    """The boxes of the only drawn node, by the first line of their text."""
+    [node] = arrange(Parts(msgspec.to_builtins(topology))).nodes
+    return node, {box.text.split("\n")[0]: box for box in node.boxes}
+
+
+def test_a_node_is_drawn_in_its_structure():
+    node, boxes = node_boxes(preset("dgx-h100"))
+    kinds = [box.kind for box in node.boxes]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        "gpu": 8,
+        "nic": 8,
+        "cpu": 2,
+        "pcie_switch": 8,
+        "nvswitch": 1,
+    }
+    assert boxes["NVSwitch"].y > boxes["gpu0"].y > boxes["PCIe"].y > boxes["cpu0"].y
+    assert boxes["cpu0"].y > boxes["mlx5_0"].y
+    assert boxes["gpu3"].x == boxes["mlx5_5"].x
+    assert boxes["gpu3"].x < boxes["gpu4"].x
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "frontier", "mi300x"])
+def test_no_line_to_a_nic_runs_through_a_cpu(name):
+    node, _ = node_boxes(preset(name))
+    cpus = [box for box in node.boxes if box.kind == "cpu"]
+    nics = [box for box in node.boxes if box.kind == "nic"]
+    assert cpus
+    for line in node.lines:
+        (x, top), (end, low) = line.points[0], line.points[-1]
+        if x == end and any(nic.x == x and low < top and low - nic.y < 0.4 for nic in nics):
+            for cpu in cpus:
+                passes = low < cpu.y - 0.3 and top > cpu.y + 0.3
+                assert not (passes and abs(cpu.x - x) < cpu.width / 2)
+
+
+def test_links_between_gpus_are_as_thick_as_their_rate():
+    topology = read(foreign("nccl-xml/rccl-16gcd-mi250x-8nic.xml"))
+    node, _ = node_boxes(topology)
+    assert sorted(arc.rate for arc in node.arcs) == [50e9] * 16 + [100e9] * 4 + [200e9] * 8
+    widths = {
+        round(patch.get_linewidth(), 3)
+        for axes in drawn(topology).axes
+        for patch in axes.patches
+        if type(patch).__name__ == "PathPatch"
+    }
+    assert len(widths) == 3
+
+
+def test_a_fabric_is_folded_to_its_tiers():
+    figure = drawn(read(foreign("ibnetdiscover/quantum2-dgx-582ca.txt")))
+    words = said(figure)
+    assert "31 leaf switches, 4 rails; down 27.1 TB/s, up 26.6 TB/s, 1.02 to 1" in words
+    assert "9 spine switches" in words
+    assert "532 links, 26.6 TB/s" in words
+    assert "109 x this node" in words
+    assert_readable(figure)
+
+
+def test_rails_and_oversubscription_are_told():
+    figure = drawn(preset("dgx-h100", nodes=64, fabric="rail-optimised", nodes_per_leaf=32))
+    assert "16 leaf switches, 8 rails; down 25.6 TB/s, up 25.6 TB/s" in said(figure)
+    assert_readable(figure)
+    figure = drawn(
+        preset("cpu-host", nodes=16, fabric="leaf-spine", nodes_per_leaf=2, oversubscription=2)
+    )
+    assert "8 leaf switches; down 2 GB/s, up 1 GB/s, 2 to 1" in said(figure)
+    assert_readable(figure)
+    figure = drawn(preset("cpu-host", nodes=4, fabric="leaf-spine", nodes_per_leaf=2))
+    assert "leaf0, uplink 250 MB/s" in said(figure)
+    assert_readable(figure)
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "aws-p5", "mi250x-16gcd", "perlmutter", "cpu-host"])
+def test_words_fit_their_boxes(name):
+    figure = drawn(preset(name, nodes=2))
+    found = boxes(figure)
+    shapes = [
+        patch.get_window_extent()
+        for axes in figure.axes
+        for patch in axes.patches
+        if type(patch).__name__ == "FancyBboxPatch"
+    ]
+    for text, box in found:
+        centre = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+        around = [shape for shape in shapes if shape.contains(*centre)]
+        if around:
+            smallest = min(around, key=lambda shape: shape.width * shape.height)
+            assert box.width <= smallest.width + 1, text
+            assert box.height <= smallest.height + 1, text
+
+
+def test_a_thousand_nodes_and_one_odd_one():
+    topology = preset("dgx-a100", nodes=1000)
+    gone = "node17/nic3"
+    topology = msgspec.structs.replace(
+        topology,
+        devices=tuple(device for device in topology.devices if device.id != gone),
+        links=tuple(link for link in topology.links if gone not in (link.a, link.b)),
+    )
+    figure = drawn(topology)
+    words = said(figure)
+    assert "999 x this node" in words
+    assert "node17" in words.splitlines()
+    assert "1000 nodes, 8000 ranks" in words
+    width, height = figure.get_size_inches()
+    assert width < 20
+    assert height < 10
+    assert_readable(figure)
+
+
+def test_many_equal_cpus_and_nics_are_folded():
+    words = said(drawn(preset("gb200-nvl72")))
+    assert "36 CPUs that carry the same; 6 drawn" in words
+    assert "2 NICs at\n50 GB/s" in words
 
 
 def test_what_is_no_topology_is_refused():

@@ -117,7 +117,7 @@ def format_size(nbytes: int, like: int | None = None) -> str:
 
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate in bytes per second with the SI prefix that suits it, ``125 MB/s``."""
-    for factor, name in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+    for factor, name in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.4g} {name}"
     return f"{bytes_per_s:.4g} B/s"

@@ -1,304 +1,399 @@
-"""Where the parts of a topology go in its drawing; nothing here draws."""
+"""Where the parts of one node go in its drawing; nothing here draws.
 
-from collections import deque
+Rows from the top: NVSwitches or the links between GPUs, GPUs, PCIe switches, CPUs, NICs. A column
+is one unit wide. What a switch above the CPUs shares between GPUs and NICs is reached from it
+straight down, past its CPU.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from topo_ar.errors import ConfigError
-from topo_ar.figures.style import Record
+from topo_ar.figures.branch import Branch, depth, shape, split, width_of
+from topo_ar.figures.parts import FAST, NETWORK, Parts, rate_of
 from topo_ar.units import format_rate
 
-MAX_NODES = 4
-# Heights of the drawing's rows, from the bottom up.
-HEIGHTS = {
-    "spine": -1.45,
-    "leaf": -0.65,
-    "node_low": 0.0,
-    "nic": 0.55,
-    "memory_low": 1.2,
-    "memory_high": 1.55,
-    "device": 2.2,
-    "switch_low": 2.95,
-    "switch_high": 3.3,
-}
-_GAP = 0.6
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A link from one point to another."""
-
-    kind: str
-    xs: tuple[float, float]
-    ys: tuple[float, float]
+MAX_COLUMNS = 26
+DEVICE = (0.84, 0.6)
+_BAR = 0.24
+_CPU = (0.8, 0.42)
+_NAME_LENGTH = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A device or a switch around a point."""
+    """A box around a point."""
 
     x: float
     y: float
+    width: float
+    height: float
     kind: str
-    text: str
-    width: float = 0.84
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A link along points; `rate` in bytes/s where it is known and drawn as thickness."""
+
+    kind: str
+    points: tuple[tuple[float, float], ...]
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """A link between two devices of a row, over those between them."""
+
+    kind: str
+    left: float
+    right: float
+    y: float
+    height: float
+    rate: float | None = None
+
+
+@dataclass(slots=True)
+class Rows:
+    """The heights of the rows; the lowest row of a node is at 0."""
+
+    nic: float
+    cpu: float
+    switches_below: tuple[float, ...]
+    switches_above: tuple[float, ...]
+    top: float
+    links: float
+    high: float
 
 
 @dataclass(slots=True)
 class Node:
-    """One node of the drawing; `bar` is what its devices share: low, high and its text."""
+    """One node of the drawing. `ports` are where its NICs are, or what else has a cable."""
 
     title: str
+    subtitle: str
     left: float
     width: float
-    bar: tuple[float, float, str] | None = None
-    devices: list[Box] = field(default_factory=list)
-    links: list[Line] = field(default_factory=list)
-    arcs: list[Line] = field(default_factory=list)
+    high: float
+    boxes: list[Box] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    arcs: list[Arc] = field(default_factory=list)
+    ports: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tie:
+    """Where a device or switch is joined to what it hangs on."""
+
+    x: float
+    y: float
+    kind: str
+    rate: float | None = None
 
 
 @dataclass(slots=True)
-class Cluster:
-    """All that is drawn, and its extent; `high` is the top of the nodes.
+class _Group:
+    """A CPU with its columns: what is above it, below it, and where it stands itself."""
 
-    `num_nodes` counts the nodes that there are, drawn or not.
-    """
-
-    nodes: list[Node]
-    switches: list[Box]
-    links: list[Line]
+    root: Branch
+    above: Branch
+    below: Branch
+    left: float
     width: float
-    low: float
-    high: float
-    num_nodes: int
-    is_folded: bool
+    shared: bool
 
 
-class _Parts:
-    """A topology by parts: devices by id and node, links by device, ranks by device."""
-
-    def __init__(self, topology: Record) -> None:
-        try:
-            self.devices = {device["id"]: device for device in topology["devices"]}
-            self.neighbours: dict[str, list[tuple[str, dict[str, Any]]]] = {
-                name: [] for name in self.devices
-            }
-            for link in topology["links"]:
-                self.neighbours[link["a"]].append((link["b"], link))
-                self.neighbours[link["b"]].append((link["a"], link))
-            self.ranks: dict[str, list[int]] = {}
-            for rank, name in enumerate(topology.get("ranks", ())):
-                self.ranks.setdefault(name, []).append(rank)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"this is not a topology in JSON: {error!r}") from error
-        names = (device.get("node") for device in self.devices.values())
-        self.nodes = [name for name in dict.fromkeys(names) if name is not None]
-
-    def of(self, node: str, *kinds: str) -> list[str]:
-        """Return the devices of a node that are of one of `kinds`."""
-        return [
-            name
-            for name, device in self.devices.items()
-            if device.get("node") == node and device["kind"] in kinds
+def rows_of(parts: Parts, nodes: Sequence[str]) -> Rows:
+    """Return rows that have room for each of `nodes`."""
+    up = down = 0
+    nics = tops = False
+    arcs = hubs = 0
+    for node in nodes:
+        for root in parts.trees(node):
+            above, below = split(root)
+            up, down = max(up, depth(above)), max(down, depth(below))
+            nics, tops = nics or root.has_nic, tops or root.has_top
+        gpus = set(parts.of(node, "gpu"))
+        pairs = [
+            1 for gpu in gpus for far, link in parts.neighbours[gpu] if far in gpus and gpu < far
         ]
-
-    def make(self, node: str) -> tuple[object, ...]:
-        """Return what equal nodes have in common: kinds of devices, kinds and rates of links."""
-        members = [name for name in self.devices if self.devices[name].get("node") == node]
-        kinds = sorted(self.devices[name]["kind"] for name in members)
-        links = sorted(_link_make(link) for name in members for _, link in self.neighbours[name])
-        return (
-            tuple(kinds),
-            tuple(links),
-            tuple(len(self.ranks.get(name, ())) for name in members),
-        )
-
-    def nearest_nics(self, device: str, node: str) -> list[str]:
-        """Return the NICs of the node that are the fewest steps over PCIe and sockets away."""
-        steps = {device: 0}
-        queue = deque([device])
-        while queue:
-            here = queue.popleft()
-            for there, link in self.neighbours[here]:
-                inside = self.devices[there].get("node") == node
-                passable = self.devices[there]["kind"] != "gpu" and link["kind"] != "nvlink"
-                if inside and passable and there not in steps:
-                    steps[there] = steps[here] + 1
-                    queue.append(there)
-        nics = [nic for nic in self.of(node, "nic") if nic in steps]
-        fewest = min((steps[nic] for nic in nics), default=0)
-        return [nic for nic in nics if steps[nic] == fewest]
+        arcs = max(arcs, len(gpus) if pairs else 0)
+        hubs = max(hubs, len(parts.of(node, "nvswitch")))
+    nic = 0.55
+    cpu = nic + 0.95 + 0.55 * down if nics else 0.55
+    above_cpu = tuple(cpu + 0.85 + 0.62 * level for level in range(up))
+    below_cpu = tuple(cpu - 0.75 - 0.55 * level for level in range(down))
+    top = above_cpu[-1] + 0.8 if up else cpu + 1.05
+    links = top + DEVICE[1] / 2
+    room = 0.95 if hubs else min(2.0, 0.5 + 0.12 * arcs) if arcs else 0.25
+    high = links + room if tops else cpu + 0.4
+    return Rows(nic, cpu, below_cpu, above_cpu, top, links, high)
 
 
-def arrange(topology: Record) -> Cluster:
-    """Return the drawing of a topology, in units of about one device's width.
-
-    Raises
-    ------
-    ConfigError
-        If `topology` is not the JSON form of a Topology.
-    """
-    parts = _Parts(topology)
-    makes: dict[tuple[object, ...], list[str]] = {}
-    for name in parts.nodes:
-        makes.setdefault(parts.make(name), []).append(name)
-    is_folded = len(parts.nodes) > MAX_NODES
-    groups = list(makes.values())[:MAX_NODES] if is_folded else [[name] for name in parts.nodes]
-    nodes: list[Node] = []
-    spots: dict[str, tuple[float, float]] = {}
-    left = 0.0
-    for names in groups:
-        node, places = _arrange_node(parts, names, left)
-        nodes.append(node)
-        spots |= places
-        left += node.width + _GAP
-    width = max(left - _GAP, 1.0)
-    switches, links = _arrange_switches(parts, spots, width)
-    low = min([HEIGHTS["node_low"], *(switch.y - 0.25 for switch in switches)])
-    tall = any(node.arcs or (node.bar and node.bar[1] == HEIGHTS["switch_high"]) for node in nodes)
-    high = HEIGHTS["switch_high" if tall else "device"] + (0.25 if tall else 0.5)
-    return Cluster(nodes, switches, links, width, low, high, len(parts.nodes), is_folded)
+def columns_of(parts: Parts, node: str) -> float:
+    """Return how many columns a node takes."""
+    groups, _ = _fold(_groups(parts, node, 0.0))
+    return sum(group.width for group in groups) or 1.0
 
 
-def _arrange_node(
-    parts: _Parts, names: list[str], left: float
-) -> tuple[Node, dict[str, tuple[float, float]]]:
-    """Place the devices of the first of some equal nodes; return it and where its NICs are."""
-    name = names[0]
-    gpus = parts.of(name, "gpu")
-    devices = gpus or [d for d in parts.of(name, "cpu") if d in parts.ranks]
-    devices.sort(key=lambda device: parts.ranks.get(device, [len(parts.devices)]))
-    nics = _ordered_nics(parts, name, devices)
-    width = max(2.2, max(len(devices), len(nics)) + 0.3)
-    title = name if len(names) == 1 else f"{name} (1 of {len(names)} equal nodes)"
+def arrange_node(parts: Parts, names: Sequence[str], left: float, rows: Rows) -> Node:
+    """Return the drawing of the first of some equal nodes; its left edge is at `left`."""
+    node, title, subtitle = names[0], names[0], ""
     if len(names) > 1:
-        width = max(width, 0.13 * len(title) + 0.4)
-    node = Node(title, left, width)
-    spots = _row(devices, left, width, HEIGHTS["device"]) | _row(nics, left, width, HEIGHTS["nic"])
-    for device in devices:
-        node.devices.append(
-            Box(*spots[device], parts.devices[device]["kind"], _text(parts, device))
+        title, subtitle = f"{len(names)} x this node", f"{node}, ..., {names[-1]}"
+    groups, left_out = _fold(_groups(parts, node, left + 0.15))
+    subtitle = "; ".join(filter(None, (subtitle, left_out)))
+    inner = sum(group.width for group in groups) or 1.0
+    words = max(0.135 * len(title), 0.095 * len(subtitle))
+    width = max(inner + 0.3, words + 0.2, 1.8)
+    shift = (width - 0.3 - inner) / 2
+    for group in groups:
+        group.left += shift
+    drawn = Node(title, subtitle, left, width, rows.high + 0.1)
+    builder = _Builder(parts, drawn, rows)
+    for group in groups:
+        builder.add_group(group)
+    builder.join_cpus(groups)
+    builder.join_gpus(node)
+    return drawn
+
+
+def _groups(parts: Parts, node: str, left: float) -> list[_Group]:
+    groups = []
+    for root in parts.trees(node):
+        above, below = split(root)
+        shared = above.has_nic
+        wide, low = width_of(above), width_of(below)
+        width = max(1.0, wide + low if shared else max(wide, low))
+        if shared and width < 2:
+            width = 2.0
+        groups.append(_Group(root, above, below, left, width, shared))
+        left += width
+    return groups
+
+
+def _fold(groups: list[_Group]) -> tuple[list[_Group], str]:
+    """Return the first of many CPUs that carry the same, and a sentence on the others."""
+    width = sum(group.width for group in groups)
+    makes = {shape(group.root) for group in groups}
+    if width <= MAX_COLUMNS or len(makes) > 1:
+        return groups, ""
+    kept = max(1, int(MAX_COLUMNS / 2 / groups[0].width))
+    return groups[:kept], f"{len(groups)} CPUs that carry the same; {kept} drawn"
+
+
+class _Builder:
+    def __init__(self, parts: Parts, node: Node, rows: Rows) -> None:
+        self.parts = parts
+        self.node = node
+        self.rows = rows
+        self.spots: dict[str, tuple[float, float]] = {}
+        self.tied: set[str] = set()
+
+    def add_group(self, group: _Group) -> None:
+        """Place a CPU and all that hangs on it."""
+        rows = self.rows
+        wide = width_of(group.above)
+        # What is above alone stands in the middle over what is below alone.
+        offset = 0.0 if group.shared else (group.width - wide) / 2
+        name = group.root.name
+        is_memory = name is not None and self.parts.devices[name]["kind"] == "host"
+        ups = self._place(group.above, group.left + offset, 0, top=True)
+        x = self._cpu_x(group)
+        low = width_of(group.below)
+        offset = wide if group.shared else (group.width - low) / 2
+        downs = self._place(group.below, group.left + offset, 0, top=False)
+        if name is None:
+            return
+        size = (group.width - 0.2, _CPU[1]) if is_memory else _CPU
+        self.node.boxes.append(
+            Box(x, rows.cpu, *size, "host" if is_memory else "cpu", self._cpu_text(name))
         )
-    for nic in nics:
-        node.devices.append(Box(*spots[nic], "nic", _nic_text(parts, nic)))
-    _join(parts, name, node, devices, spots)
-    return node, {nic: spots[nic] for nic in nics}
+        self.spots[name] = (x, rows.cpu)
+        reach = size[0] / 2 if is_memory else 0.0
+        self._bus(x, reach, rows.cpu + _CPU[1] / 2, 0.22, ups)
+        self._bus(x, reach, rows.cpu - _CPU[1] / 2, -0.22, downs)
+        if any(
+            self.parts.devices[far]["kind"] == "switch" for far, _ in self.parts.neighbours[name]
+        ):
+            self.node.ports[name] = (x, rows.cpu - _CPU[1] / 2)
+
+    def _cpu_x(self, group: _Group) -> float:
+        """Return a place for a CPU clear of the lines to NICs that it does not carry."""
+        nics = [self.spots[name][0] for name in group.above.all_nics() if group.shared]
+        middle = group.left + group.width / 2
+        steps = (middle + side * step / 20 for step in range(40) for side in (1, -1))
+        clear = (x for x in steps if all(abs(x - nic) >= 0.49 for nic in nics))
+        return next(clear, middle)
+
+    def _cpu_text(self, name: str) -> str:
+        device = self.parts.devices[name]
+        if device["kind"] == "host":
+            return "host memory" if self._has_shm(name) else "host"
+        numa = device.get("numa")
+        return name.rsplit("/", 1)[-1] if numa is None else f"NUMA {numa}"
+
+    def _has_shm(self, name: str) -> bool:
+        return any(link["kind"] == "shm" for _, link in self.parts.neighbours[name])
+
+    def _place(self, branch: Branch, left: float, level: int, *, top: bool) -> list[_Tie]:
+        """Place all below a branch; return where its children are tied: x, y, kind of link."""
+        ties: list[_Tie] = []
+        own = Branch(None, branch.tops, branch.nics)
+        parts = [own, *branch.branches] if own.tops or own.nics else branch.branches
+        for part in sorted(parts, key=lambda part: self.parts.order(part.first())):
+            if part is own:
+                ties += self._leaves(own, left, level, top=top)
+            else:
+                tie = self._switch(part, left, level, top=top)
+                ties += [tie] if part.is_tied else []
+            left += width_of(part)
+        return ties
+
+    def _leaves(self, own: Branch, left: float, level: int, *, top: bool) -> list[_Tie]:
+        rows, ties = self.rows, []
+        width = max(len(own.tops), len(own.nics))
+        for names, y, side in ((own.tops, rows.top, -1), (own.nics, rows.nic, 1)):
+            start = left + (width - len(names)) / 2 + 0.5
+            for index, name in enumerate(sorted(names, key=self.parts.order)):
+                x = start + index
+                self._device(name, x, y)
+                ties.append(self._tie(name, x, y + side * DEVICE[1] / 2))
+        return ties
+
+    def _tie(self, name: str, x: float, y: float) -> _Tie:
+        """Return how a device hangs on a CPU or switch: over PCIe, memory, or its own link."""
+        kinds = {link["kind"]: link for _, link in self.parts.neighbours[name]}
+        if "pcie" in kinds or "shm" in kinds or "c2c" not in kinds:
+            return _Tie(x, y, "shm" if "shm" in kinds else "pcie")
+        self.tied.add(name)
+        return _Tie(x, y, "c2c", rate_of(kinds["c2c"]))
+
+    def _switch(self, branch: Branch, left: float, level: int, *, top: bool) -> _Tie:
+        """Draw a switch as a bar over its columns; return where it is tied to what is above it."""
+        width = width_of(branch)
+        heights = self.rows.switches_above if top else self.rows.switches_below
+        y = heights[level]
+        ties = self._place(branch, left, level + 1, top=top)
+        for tie in ties:
+            edge = y + _BAR / 2 if tie.y > y else y - _BAR / 2
+            self.node.lines.append(Line(tie.kind, ((tie.x, edge), (tie.x, tie.y))))
+        x = left + width / 2
+        text = "PCIe switch" if width >= 1.5 else "PCIe"
+        self.node.boxes.append(Box(x, y, width - 0.16, _BAR, "pcie_switch", text))
+        straight_down = [tie.x for tie in ties if tie.y < y]
+        if top and any(abs(at - x) < 0.1 for at in straight_down):
+            x += 0.25
+        return _Tie(x, y - _BAR / 2 if top else y + _BAR / 2, "pcie")
+
+    def _bus(self, x: float, reach: float, y: float, rise: float, ties: list[_Tie]) -> None:
+        """Tie children to a CPU over one horizontal line, or straight where they stand over it."""
+        for tie in ties:
+            if abs(tie.x - x) <= max(reach - 0.05, 0.02):
+                points: tuple[tuple[float, float], ...] = ((tie.x, y), (tie.x, tie.y))
+            else:
+                points = ((x, y), (x, y + rise), (tie.x, y + rise), (tie.x, tie.y))
+            self.node.lines.append(Line(tie.kind, points, tie.rate))
+
+    def _device(self, name: str, x: float, y: float) -> None:
+        device = self.parts.devices[name]
+        self.spots[name] = (x, y)
+        text = _nic_text(self.parts, name) if device["kind"] == "nic" else _text(self.parts, name)
+        self.node.boxes.append(Box(x, y, *DEVICE, device["kind"], text))
+        if any(
+            self.parts.devices[far]["kind"] == "switch" for far, _ in self.parts.neighbours[name]
+        ):
+            self.node.ports[name] = (x, y - DEVICE[1] / 2)
+
+    def join_cpus(self, groups: Sequence[_Group]) -> None:
+        """Draw one line through all CPUs where the topology joins them."""
+        names = [group.root.name for group in groups if group.root.name in self.spots]
+        kinds = {
+            link["kind"]
+            for name in names
+            for far, link in self.parts.neighbours[name or ""]
+            if far in names
+        }
+        places = [self.spots[name] for name in names if name is not None]
+        for kind in kinds:
+            self.node.lines.append(Line(kind, (places[0], places[-1])))
+
+    def join_gpus(self, node: str) -> None:
+        """Draw NVLink, XGMI and C2C: to a bar of NVSwitches, as arcs, or down to the CPU."""
+        rows = self.rows
+        hubs = set(self.parts.of(node, "nvswitch"))
+        gpus = [name for name in self.parts.of(node, "gpu") if name in self.spots]
+        if hubs and gpus:
+            xs = [self.spots[gpu][0] for gpu in gpus]
+            text = "NVSwitch" if len(hubs) == 1 else f"{len(hubs)} NVSwitches"
+            middle = (min(xs) + max(xs)) / 2
+            width = max(xs) - min(xs) + DEVICE[0]
+            self.node.boxes.append(Box(middle, rows.links + 0.6, width, 0.35, "nvswitch", text))
+        widest = self._widest_link(gpus)
+        room = rows.high - rows.links - 0.12
+        for gpu in gpus:
+            x, y = self.spots[gpu]
+            to_hub = [link for far, link in self.parts.neighbours[gpu] if far in hubs]
+            if to_hub:
+                rate = _sum([rate_of(link) for link in to_hub])
+                points = ((x, rows.links), (x, rows.links + 0.425))
+                self.node.lines.append(Line(to_hub[0]["kind"], points, rate))
+            for far, link in self.parts.neighbours[gpu]:
+                if link["kind"] not in FAST or far in hubs or far not in self.spots:
+                    continue
+                at = self.spots[far]
+                if self.parts.devices[far]["kind"] != "gpu":
+                    if gpu in self.tied:
+                        continue
+                    points = ((x - 0.2, y - DEVICE[1] / 2), (at[0] - 0.1, at[1] + _CPU[1] / 2))
+                    self.node.lines.append(Line(link["kind"], points, rate_of(link)))
+                elif x < at[0]:
+                    height = room * (0.25 + 0.75 * (at[0] - x) / widest)
+                    ends = (self._foot(gpu, far, gpus), self._foot(far, gpu, gpus))
+                    arc = Arc(link["kind"], *ends, rows.links, height, rate_of(link))
+                    self.node.arcs.append(arc)
+
+    def _foot(self, gpu: str, far: str, gpus: Sequence[str]) -> float:
+        """Return where on its upper edge a GPU's link to `far` begins: in the order of far ends."""
+        linked = {name for name, _ in self.parts.neighbours[gpu] if name in gpus}
+        ends = sorted(linked, key=lambda name: self.spots[name][0])
+        step = min(0.16, 0.7 / len(ends))
+        return self.spots[gpu][0] + (ends.index(far) - (len(ends) - 1) / 2) * step
+
+    def _widest_link(self, gpus: Sequence[str]) -> float:
+        """Return how far apart two GPUs are at most that a link joins directly."""
+        apart = [
+            abs(self.spots[gpu][0] - self.spots[far][0])
+            for gpu in gpus
+            for far, _ in self.parts.neighbours[gpu]
+            if far in gpus
+        ]
+        return max(apart, default=1.0)
 
 
-def _ordered_nics(parts: _Parts, node: str, devices: list[str]) -> list[str]:
-    """Return the NICs of a node such that each is below the devices it is nearest to."""
-    below: dict[str, list[int]] = {nic: [] for nic in parts.of(node, "nic")}
-    for place, device in enumerate(devices):
-        for nic in parts.nearest_nics(device, node):
-            below[nic].append(place)
-    return sorted(below, key=lambda nic: sum(below[nic]) / len(below[nic]) if below[nic] else 1e9)
+def _sum(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if len(known) == len(rates) else None
 
 
-def _join(
-    parts: _Parts,
-    name: str,
-    node: Node,
-    devices: list[str],
-    spots: dict[str, tuple[float, float]],
-) -> None:
-    """Add the links inside a node: to its shared bar, between its devices, and to its NICs."""
-    hubs = parts.of(name, "nvswitch")
-    if hubs:
-        label = "NVSwitch" if len(hubs) == 1 else f"{len(hubs)} NVSwitches"
-        node.bar = (HEIGHTS["switch_low"], HEIGHTS["switch_high"], label)
-    elif parts.of(name, "host"):
-        hubs = parts.of(name, "host")
-        node.bar = (HEIGHTS["memory_low"], HEIGHTS["memory_high"], "host memory")
-    through_memory = node.bar is not None and node.bar[2] == "host memory"
-    for device in devices:
-        x, y = spots[device]
-        for there, link in parts.neighbours[device]:
-            if there in hubs and node.bar is not None:
-                edge = node.bar[1] if through_memory else node.bar[0]
-                side = y - 0.3 if through_memory else y + 0.3
-                node.links.append(Line(link["kind"], (x, x), (side, edge)))
-            elif there in spots and device < there and there in devices:
-                left, right = sorted((x, spots[there][0]))
-                node.arcs.append(Line(link["kind"], (left, right), (y + 0.3, y + 0.3)))
-        if not through_memory:
-            for nic in parts.nearest_nics(device, name):
-                at = spots[nic]
-                node.links.append(Line("pcie", (x, at[0]), (y - 0.3, at[1] + 0.3)))
-    if through_memory and node.bar is not None:
-        for nic in parts.of(name, "nic"):
-            x, y = spots[nic]
-            node.links.append(Line("pcie", (x, x), (node.bar[0], y + 0.3)))
-
-
-def _arrange_switches(
-    parts: _Parts, spots: dict[str, tuple[float, float]], width: float
-) -> tuple[list[Box], list[Line]]:
-    """Place the switches that the drawn NICs reach: leaves below the nodes, a spine below them."""
-    leaves: dict[str, list[float]] = {}
-    links = []
-    for nic, (x, _) in spots.items():
-        for there, _link in parts.neighbours[nic]:
-            if parts.devices[there]["kind"] == "switch":
-                leaves.setdefault(there, []).append(x)
-    boxes = {name: _switch(parts, name, xs, HEIGHTS["leaf"]) for name, xs in leaves.items()}
-    spines: dict[str, list[float]] = {}
-    for name in leaves:
-        for there, _link in parts.neighbours[name]:
-            if parts.devices[there]["kind"] == "switch" and there not in leaves:
-                spines.setdefault(there, []).append(boxes[name].x)
-    boxes |= {name: _switch(parts, name, xs, HEIGHTS["spine"]) for name, xs in spines.items()}
-    for nic, (x, y) in spots.items():
-        for there, link in parts.neighbours[nic]:
-            if there in boxes:
-                box = boxes[there]
-                reach = box.width / 2 - 0.1
-                end = min(max(x, box.x - reach), box.x + reach)
-                links.append(Line(link["kind"], (x, end), (y - 0.3, box.y + 0.2)))
-    for name in leaves:
-        for there, link in parts.neighbours[name]:
-            if there in spines:
-                low, high = boxes[there], boxes[name]
-                links.append(Line(link["kind"], (high.x, low.x), (high.y - 0.2, low.y + 0.2)))
-    return list(boxes.values()), links
-
-
-def _switch(parts: _Parts, name: str, xs: list[float], y: float) -> Box:
-    width = max(1.6, max(xs) - min(xs) + 0.6)
-    text = name
-    uplinks = [
-        link["nominal"]["value"]
-        for there, link in parts.neighbours[name]
-        if parts.devices[there]["kind"] == "switch" and link.get("nominal")
-    ]
-    if y == HEIGHTS["leaf"] and uplinks:
-        text += f", uplink {format_rate(sum(uplinks))}"
-        width = max(width, 0.12 * len(text) + 0.3)
-    return Box((max(xs) + min(xs)) / 2, y, "switch", text, width)
-
-
-def _row(names: list[str], left: float, width: float, y: float) -> dict[str, tuple[float, float]]:
-    step = width / max(len(names), 1)
-    return {name: (left + step * (index + 0.5), y) for index, name in enumerate(names)}
-
-
-def _text(parts: _Parts, device: str) -> str:
+def _text(parts: Parts, device: str) -> str:
     ranks = parts.ranks.get(device)
     name = device.rsplit("/", 1)[-1]
+    name = name if len(name) <= _NAME_LENGTH + 1 else name[-7:]
     if not ranks:
         return name
     return f"{name}\nrank{'s' if len(ranks) > 1 else ''} {','.join(map(str, ranks))}"
 
 
-def _nic_text(parts: _Parts, nic: str) -> str:
-    name = nic.rsplit("/", 1)[-1]
-    figures = [
-        link["nominal"]["value"]
-        for there, link in parts.neighbours[nic]
-        if parts.devices[there]["kind"] == "switch" and link.get("nominal")
-    ]
-    return f"{name}\n{format_rate(sum(figures))}" if figures else name
-
-
-def _link_make(link: dict[str, Any]) -> tuple[str, float, float, int]:
-    rates = [(link.get(key) or {}).get("value", -1.0) for key in ("nominal", "effective")]
-    return (link["kind"], rates[0], rates[1], link.get("count", 1))
+def _nic_text(parts: Parts, nic: str) -> str:
+    name = str(parts.devices[nic].get("attributes", {}).get("name", ""))
+    if not 0 < len(name) <= _NAME_LENGTH:
+        name = nic.rsplit("/", 1)[-1]
+    name = name if len(name) <= _NAME_LENGTH else "NIC"
+    links = [link for _, link in parts.neighbours[nic] if link["kind"] in NETWORK]
+    rate = _sum([rate_of(link) for link in links]) if links else None
+    number = len(parts.folded.get(nic, ()))
+    if number > 1:
+        name = f"{number} NICs at" if rate else f"{number} NICs"
+    if parts.devices[nic].get("attributes", {}).get("data") is False:
+        return f"{name}\nnot used"
+    return f"{name}\n{format_rate(rate)}" if rate else name
