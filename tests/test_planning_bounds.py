@@ -278,7 +278,7 @@ def test_all_reduce_is_the_optimum_of_the_program_of_flows(case, copies, adds):
 
 
 @given(links(full_duplex=True))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_more_able_switches_only_help(case):
     found, ranks = case
     graph = graph_of(found)

@@ -1,7 +1,8 @@
 """Bounds against the exact all-reduce optima (linear programs) of the planning notes."""
 
+from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
@@ -13,11 +14,13 @@ from topo_ar.planning import cost
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.level_bounds import (
     all_reduce_lower_bound,
+    latency_bound,
     node_bandwidth,
     node_shares,
+    reduction_bound,
     share_limits,
 )
-from topo_ar.topology.levels import Levels, NodeLevel
+from topo_ar.topology.levels import Levels, NodeLevel, Rack
 
 S = 10**6
 F = Fraction
@@ -213,3 +216,86 @@ def test_shares_tile_the_buffer_and_respect_every_node(bandwidths):
 def test_shares_of_nonsense_are_refused(bandwidths):
     with pytest.raises(PlanError, match=r"node|no nodes"):
         node_shares(bandwidths)
+
+
+@st.composite
+def racked_levels(draw):
+    levels = draw(any_levels(max_nodes=5, max_ranks=3))
+    count = len(levels.nodes)
+    place = [draw(st.integers(0, 2)) for _ in range(count)]
+    groups = [tuple(i for i in range(count) if place[i] == k) for k in range(3)]
+    racks = [
+        Rack(f"leaf{k}", group, rate(draw(st.integers(1, 400))))
+        for k, group in enumerate(groups)
+        if group
+    ]
+    return Levels(levels.nodes, tuple(racks) if len(racks) > 1 else ())
+
+
+@given(racked_levels())
+def test_bound_with_racks_is_the_largest_over_all_ways_to_divide(levels):
+    nodes, racks = levels.nodes, levels.racks
+    if len(nodes) == 1:
+        return
+    weights = [1 / rack.uplink.nominal for rack in racks]
+    weights += [1 / node_bandwidth(node, "nominal") for node in nodes]
+    weights += [
+        1 / (node.intra.nominal + node_bandwidth(node, "nominal"))
+        for node in nodes
+        if len(node.ranks) > 1
+    ]
+    for whole in product([False, True], repeat=len(racks)):
+        closed = {i for rack, one in zip(racks, whole, strict=True) if one for i in rack.nodes}
+        uplinks = sum(rack.uplink.nominal for rack, one in zip(racks, whole, strict=True) if one)
+        opened = [node for i, node in enumerate(nodes) if i not in closed]
+        for divided in product([False, True], repeat=len(opened)):
+            split = [node for node, one in zip(opened, divided, strict=True) if one]
+            out = uplinks + sum(node_bandwidth(node, "nominal") for node in opened)
+            out += sum(len(n.ranks) * n.intra.nominal for n in split if len(n.ranks) > 1)
+            parts = sum(whole) + len(opened) + sum(len(node.ranks) - 1 for node in split)
+            weights.append(2 * F(parts - 1) / out)
+    assert all_reduce_lower_bound(levels, S).seconds == S * max(weights)
+
+
+def test_the_uplinks_of_racks_are_named():
+    nodes = cluster([4] * 4, 10**10, [[10**9]] * 4).nodes
+
+    def named(*uplinks):
+        racks = [
+            Rack(f"leaf{k}", (2 * k, 2 * k + 1), rate(uplink)) for k, uplink in enumerate(uplinks)
+        ]
+        return all_reduce_lower_bound(Levels(nodes, tuple(racks)), S).bottleneck
+
+    assert named(2 * 10**9, 10**8) == "the uplinks of leaf1 (100 MB/s together)"
+    assert named(10**10, 10**10) == "the NICs of all nodes together (4 x 1 GB/s)"
+
+
+@pytest.mark.parametrize(
+    ("racks", "complaint"),
+    [
+        ([Rack("leaf0", (0,), rate(1)), Rack("leaf1", (1,), rate(0.0))], "leaf1's uplinks"),
+        ([Rack("leaf0", (0,), rate(1))], "each node once"),
+    ],
+)
+def test_nonsense_racks_are_refused(racks, complaint):
+    nodes = cluster([1, 1], 1, [1]).nodes
+    with pytest.raises(PlanError, match=complaint):
+        all_reduce_lower_bound(Levels(nodes, tuple(racks)), S)
+
+
+def test_a_rank_may_use_its_island_and_its_way_out_at_once():
+    [node] = cluster([4], 100, []).nodes
+    islands = replace(node, islands=((0, 1), (2, 3)), island=rate(100))
+    assert all_reduce_lower_bound(Levels((islands,)), S).seconds == F(2 * 3 * S, 4 * 200)
+
+
+def test_latency_and_additions_bound_too():
+    assert [latency_bound(n, F(3)) for n in (1, 2, 3, 8, 9)] == [0, 3, 6, 9, 12]
+    assert reduction_bound(4, 100, F(1, 5)) == 15
+    assert reduction_bound(1, 100, F(1, 5)) == 0
+    for nonsense in (lambda: latency_bound(0, 1), lambda: latency_bound(2, -1)):
+        with pytest.raises(PlanError, match="bound nothing"):
+            nonsense()
+    for arguments in ((0, 1, 1), (2, -1, 1), (2, 1, float("nan"))):
+        with pytest.raises(PlanError, match="bound nothing"):
+            reduction_bound(*arguments)

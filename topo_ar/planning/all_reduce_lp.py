@@ -45,14 +45,16 @@ _MAX_DENOMINATOR = 10**6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LpResult:
-    """Units of capacity per second, proven; whether it is the optimum; the heaviest tight cut.
+    """Units of capacity per second, proven; whether it is the optimum; and what limits it.
 
-    `side` marks the vertices that the edges of the cut lead away from.
+    `side` marks the vertices that the edges of the heaviest cut lead away from, `limits` the edges
+    whose capacities the rate is a weighted sum of.
     """
 
     rate: Fraction
     optimal: bool
     side: Mask
+    limits: Mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,8 +226,10 @@ class _Program:
         for row, column, value in zip(*(part.tolist() for part in self._balance), strict=True):
             prices[column] += balance[row] * value
         total = Fraction(0)
+        limits = np.zeros(num_edges, dtype=np.bool_)
         for edge, capacity in enumerate(self.capacities):
             price = max(prices[edge], prices[num_edges + edge], Fraction(0))
+            limits[edge] = price > 0
             if capacity is not None:
                 total += price * capacity
             elif price:
@@ -237,6 +241,7 @@ class _Program:
             rate=rate,
             optimal=math.isclose(float(rate), solution.rate * self.scale, rel_tol=1e-6),
             side=self.cuts[heaviest].side ^ self.cuts[heaviest].reduction,
+            limits=limits[self.symmetry.edge_orbit],
         )
 
 

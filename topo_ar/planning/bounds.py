@@ -29,8 +29,9 @@ GraphBoundKind = Literal[
     "all_reduce_cut",
 ]
 
-# With flows to more ranks that differ, the linear program takes minutes.
+# Beyond this the linear program takes minutes: ranks that differ, and edges over the flows to each.
 MAX_LP_RANKS = 64
+MAX_LP_EDGES = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class GraphBound:
     bottleneck : frozenset
         The cut: the graph's nodes that its edges lead away from. Where several cuts limit
         together, the heaviest of them; of equal ones the first.
+    links : frozenset of tuple
+        The edges, as (tail, head), that the bound is a weighted sum of the bandwidths of: those of
+        the cut, and where several cuts limit together, of all of them.
     kind : str
         ``all_gather_cut`` and ``reduce_scatter_cut`` are exact. ``all_reduce_lp`` is the optimum of
         the linear program; ``all_reduce_lp_symmetric`` the same, with one variable for all that
@@ -55,6 +59,7 @@ class GraphBound:
 
     algbw: Fraction
     bottleneck: frozenset[Hashable]
+    links: frozenset[tuple[Hashable, Hashable]]
     kind: GraphBoundKind
     tight: bool = True
 
@@ -102,9 +107,12 @@ def _gather(network: Network, kind: GraphBoundKind) -> GraphBound:
     from topo_ar.planning.symmetry import find_symmetry
 
     quotient, side = all_gather_cut(network, find_symmetry(network))
+    if kind == "reduce_scatter_cut":
+        network, side = network.reversed(), ~side
     return GraphBound(
         algbw=len(network.ranks) * network.unit / quotient,
-        bottleneck=_named(network, side if kind == "all_gather_cut" else ~side),
+        bottleneck=_names(network, side),
+        links=_crossing(network, side),
         kind=kind,
     )
 
@@ -143,25 +151,43 @@ def all_reduce_bound(
     adding = network.positions(reducing, "the reducing switch")
     if exact:
         from topo_ar.planning.all_reduce_lp import all_reduce_rate
+        from topo_ar.planning.cuts import narrowest
         from topo_ar.planning.symmetry import find_symmetry
 
         symmetry = find_symmetry(network, [copying, adding])
-        if len(symmetry.views) <= MAX_LP_RANKS:
+        effort = sum(len(view.tails) for view in symmetry.views)
+        if len(symmetry.views) <= MAX_LP_RANKS and effort <= MAX_LP_EDGES:
             found = all_reduce_rate(network, symmetry, copying, adding)
             return GraphBound(
                 algbw=found.rate * network.unit,
-                bottleneck=_named(network, found.side),
+                bottleneck=_names(network, narrowest(network, found.side)),
+                links=_links(network, found.limits),
                 kind="all_reduce_lp" if symmetry.trivial else "all_reduce_lp_symmetric",
                 tight=found.optimal,
             )
-    rate, vertices = all_reduce_cut(network, copying | adding)
+    ports = all_reduce_cut(network, copying | adding)
+    limiting = frozenset(ports.links)
     return GraphBound(
-        algbw=rate * network.unit,
-        bottleneck=frozenset(network.names[vertex] for vertex in vertices),
+        algbw=ports.rate * network.unit,
+        bottleneck=frozenset(network.names[vertex] for vertex in ports.side),
+        links=_links(network, [edge in limiting for edge in range(len(network.tails))]),
         kind="all_reduce_cut",
         tight=False,
     )
 
 
-def _named(network: Network, side: Iterable[bool]) -> frozenset[Hashable]:
+def _names(network: Network, side: Iterable[bool]) -> frozenset[Hashable]:
     return frozenset(name for name, inside in zip(network.names, side, strict=True) if inside)
+
+
+def _crossing(network: Network, side: Iterable[bool]) -> frozenset[tuple[Hashable, Hashable]]:
+    inside = [bool(vertex) for vertex in side]
+    ends = zip(network.tails, network.heads, strict=True)
+    return _links(network, [inside[tail] and not inside[head] for tail, head in ends])
+
+
+def _links(network: Network, chosen: Iterable[bool]) -> frozenset[tuple[Hashable, Hashable]]:
+    edges = zip(network.tails, network.heads, chosen, strict=True)
+    return frozenset(
+        (network.names[tail], network.names[head]) for tail, head, taken in edges if taken
+    )

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Literal
 
 from topo_ar.errors import PlanError
-from topo_ar.topology.levels import Levels, NodeLevel, Rate
+from topo_ar.topology.levels import Levels, NodeLevel, Rack, Rate
 from topo_ar.units import format_rate
 
 RateKind = Literal["nominal", "payload"]
@@ -56,6 +56,16 @@ def check_levels(levels: Levels) -> None:
                     f"bytes/s and a latency of {rate.latency:g} s; rates must be positive, "
                     "latencies must not be negative"
                 )
+    for rack in levels.racks:
+        if not (rack.uplink.nominal > 0 and rack.uplink.payload > 0):
+            raise PlanError(
+                f"{rack.name}'s uplinks have rates of {rack.uplink.nominal:g} and "
+                f"{rack.uplink.payload:g} bytes/s; rates must be positive"
+            )
+    if levels.racks and sorted(i for r in levels.racks for i in r.nodes) != list(
+        range(len(levels.nodes))
+    ):
+        raise PlanError("the racks must hold each node once; correct their nodes, or name no racks")
 
 
 def _named_rates(node: NodeLevel) -> Iterator[tuple[str, Rate]]:
@@ -82,7 +92,12 @@ def all_reduce_lower_bound(levels: Levels, nbytes: int, rate: RateKind = "nomina
     each direction. And if the ranks are divided into k parts, each element needs at least 2(k-1)
     messages between parts, so that ``2 (k-1) nbytes`` bytes leave all parts together; with the
     nodes as parts this is ``2 (n-1) / n * nbytes / C`` for n equal nodes with C bytes/s of NICs
-    each, with single ranks as parts ``2 (N-1) / N * nbytes / B``. Latency is left out.
+    each, with single ranks as parts ``2 (N-1) / N * nbytes / B``; racks as parts have what their
+    uplinks carry. Latency is left out.
+
+    Where a node has islands, a rank is taken to drive the port of its island and the one across
+    islands at once. The islands give no term of their own: the levels hold the rate of their
+    slowest port only.
 
     Parameters
     ----------
@@ -107,65 +122,147 @@ def all_reduce_lower_bound(levels: Levels, nbytes: int, rate: RateKind = "nomina
     return Bound(nbytes * best_weight, best_name)
 
 
+def latency_bound(world_size: int, alpha: float) -> float:
+    """Return the seconds that no all-reduce is below for its messages alone.
+
+    After k messages in a row a rank knows of at most 2^k ranks, so that ``ceil(log2 N)`` messages
+    of `alpha` seconds each must follow one another.
+
+    Raises
+    ------
+    PlanError
+        If there is no rank or the latency is negative.
+    """
+    if world_size < 1 or not alpha >= 0:
+        raise PlanError(
+            f"{world_size} ranks and a latency of {alpha:g} s bound nothing; there must be a rank, "
+            "and latencies must not be negative"
+        )
+    return (world_size - 1).bit_length() * alpha
+
+
+def reduction_bound(world_size: int, nbytes: int, gamma: float) -> float:
+    """Return the seconds that no all-reduce is below for its additions alone.
+
+    Of N buffers N - 1 must be added, in ranks only, which share the work at best evenly:
+    ``(N - 1) / N * nbytes * gamma``, with `gamma` seconds for each byte added.
+
+    Raises
+    ------
+    PlanError
+        If there is no rank, or a size or `gamma` is negative.
+    """
+    if world_size < 1 or nbytes < 0 or not gamma >= 0:
+        raise PlanError(
+            f"{world_size} ranks, {nbytes} bytes and {gamma:g} s for each byte bound nothing; "
+            "there must be a rank, and sizes and times must not be negative"
+        )
+    return (world_size - 1) * nbytes * gamma / world_size
+
+
 def _cuts(levels: Levels, rate: RateKind) -> Iterator[tuple[float, str]]:
-    """Seconds per byte of every single node and of one rank of every node."""
+    """Seconds per byte of every single node, rack, and of one rank of every node."""
     nodes = levels.nodes
     alike = _all_alike(nodes, rate)
     for node in nodes if len(nodes) > 1 else ():
         owner = "each node" if alike else node.name
         yield 1 / node_bandwidth(node, rate), f"{owner}'s NICs ({_describe(node.nics, rate)})"
+    for rack in levels.racks:
+        uplink = port_bandwidth(rack.uplink, rate)
+        yield 1 / uplink, f"the uplinks of {rack.name} ({format_rate(float(uplink))} together)"
     for node in nodes:
         if len(node.ranks) > 1:
             # A rank may drive every NIC of its node by itself: counting them all keeps this safe.
-            out = port_bandwidth(node.intra, rate) + (
+            out = _rank_bandwidth(node, rate) + (
                 node_bandwidth(node, rate) if len(nodes) > 1 else 0
             )
             port = format_rate(float(port_bandwidth(node.intra, rate)))
             yield 1 / out, f"the port of one rank in {node.name} ({port})"
 
 
-def _heaviest_partition(levels: Levels, rate: RateKind) -> tuple[float, str]:
-    """Maximise ``2 (parts - 1) / (bytes/s out of all parts)`` over whole and divided nodes.
+def _rank_bandwidth(node: NodeLevel, rate: RateKind) -> float:
+    """Return what one rank of `node` sends to the others of its node, in bytes/s."""
+    inside = port_bandwidth(node.island, rate) if node.island is not None else 0
+    return port_bandwidth(node.intra, rate) + inside
 
-    Every node is either one part or as many parts as it has ranks (leaving out some of its ranks
-    is never heavier). The choice of each node is independent for a given quotient, so that
-    Dinkelbach's iteration ends at the exact maximum after a few rounds.
+
+@dataclass(frozen=True, slots=True)
+class _Partition:
+    """Racks that are one part each, and of the other racks' nodes those of one part for each rank.
+
+    `nodes` are all nodes of the other racks.
+    """
+
+    racks: tuple[Rack, ...]
+    nodes: tuple[NodeLevel, ...]
+    divided: tuple[NodeLevel, ...]
+
+    def quotient(self, rate: RateKind, *, network: bool) -> float:
+        """Return ``2 (parts - 1) / (bytes/s out of all parts)``."""
+        ports = sum(len(node.ranks) * _rank_bandwidth(node, rate) for node in self.divided)
+        uplinks = sum(port_bandwidth(rack.uplink, rate) for rack in self.racks)
+        nics = sum(node_bandwidth(node, rate) for node in self.nodes) if network else 0
+        extra = sum(len(node.ranks) - 1 for node in self.divided)
+        return 2 * (len(self.racks) + len(self.nodes) + extra - 1) / (nics + uplinks + ports)
+
+
+def _heaviest_partition(levels: Levels, rate: RateKind) -> tuple[float, str]:
+    """Maximise ``2 (parts - 1) / (bytes/s out of all parts)``.
+
+    Every rack is either one part or divided into nodes, and every node of a divided rack is one
+    part or as many as it has ranks (leaving out some of its ranks is never heavier). The choices
+    are independent for a given quotient, so that Dinkelbach's iteration ends at the exact maximum
+    after a few rounds.
     """
     nodes = levels.nodes
-    network = sum(node_bandwidth(node, rate) for node in nodes) if len(nodes) > 1 else 0
-    divided: list[NodeLevel] = list(nodes) if len(nodes) == 1 else []
-    best = _quotient(nodes, divided, network, rate)
+    network = len(nodes) > 1
+    chosen = _Partition((), nodes, () if network else nodes)
+    best = chosen.quotient(rate, network=network)
     while True:
-        wanted = [
-            node
-            for node in nodes
-            if len(node.ranks) > 1
-            and 2 * (len(node.ranks) - 1)
-            > best * len(node.ranks) * port_bandwidth(node.intra, rate)
-        ]
-        value = _quotient(nodes, wanted, network, rate) if wanted else best
+        wanted = _wanted(levels, best, rate)
+        value = wanted.quotient(rate, network=network)
         if value <= best:
-            return best, _describe_partition(nodes, divided, rate)
-        best, divided = value, wanted
+            return best, _describe_partition(levels, chosen, rate)
+        best, chosen = value, wanted
 
 
-def _quotient(
-    nodes: tuple[NodeLevel, ...], divided: list[NodeLevel], network: float, rate: RateKind
-) -> float:
-    parts = len(nodes) + sum(len(node.ranks) - 1 for node in divided)
-    ports = sum(len(node.ranks) * port_bandwidth(node.intra, rate) for node in divided)
-    return 2 * (parts - 1) / (network + ports)
+def _wanted(levels: Levels, best: float, rate: RateKind) -> _Partition:
+    """Return the parts of the largest ``2 parts - best * (bytes/s out of them)``."""
+    nodes = levels.nodes
+    gains = [
+        2 * (len(node.ranks) - 1) - best * len(node.ranks) * _rank_bandwidth(node, rate)
+        if len(node.ranks) > 1
+        else 0
+        for node in nodes
+    ]
+    whole = []
+    for rack in levels.racks:
+        split = sum(
+            2 - best * node_bandwidth(nodes[i], rate) + max(gains[i], 0) for i in rack.nodes
+        )
+        if 2 - best * port_bandwidth(rack.uplink, rate) > split:
+            whole.append(rack)
+    closed = {i for rack in whole for i in rack.nodes}
+    opened = [i for i in range(len(nodes)) if i not in closed]
+    divided = tuple(nodes[i] for i in opened if gains[i] > 0 or len(nodes) == 1)
+    return _Partition(tuple(whole), tuple(nodes[i] for i in opened), divided)
 
 
-def _describe_partition(
-    nodes: tuple[NodeLevel, ...], divided: list[NodeLevel], rate: RateKind
-) -> str:
-    nics = [nic for node in nodes for nic in node.nics] if len(nodes) > 1 else []
+def _describe_partition(levels: Levels, partition: _Partition, rate: RateKind) -> str:
+    nodes, divided = partition.nodes, partition.divided
+    nics = [nic for node in nodes for nic in node.nics] if len(levels.nodes) > 1 else []
+    uplinks = _describe((rack.uplink for rack in partition.racks), rate)
+    racked = f"uplinks of {len(partition.racks)} racks ({uplinks})" if partition.racks else ""
+    if not nodes:
+        return f"the {racked} together"
     if not divided:
-        return f"the NICs of all nodes together ({_describe(nics, rate)})"
+        whose = f"{len(nodes)} nodes and the {racked}" if racked else "all nodes"
+        return f"the NICs of {whose} together ({_describe(nics, rate)})"
     ports = _describe((node.intra for node in divided for _ in node.ranks), rate)
-    where = "all nodes" if len(divided) == len(nodes) > 1 else ", ".join(n.name for n in divided)
+    everywhere = len(divided) == len(levels.nodes) > 1
+    where = "all nodes" if everywhere else ", ".join(n.name for n in divided)
     network = f", NICs {_describe(nics, rate)}" if nics else ""
+    network += f", {racked}" if racked else ""
     return f"the ports of the ranks in {where} (inside {ports}{network})"
 
 

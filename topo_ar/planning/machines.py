@@ -1,6 +1,7 @@
 """Which vertices of a network form one machine, and the coarse all-reduce bound of its ports."""
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 
 from topo_ar.planning.network import Network
@@ -48,49 +49,71 @@ def _components(neighbours: list[set[int]], without: set[int]) -> list[int]:
     return parts
 
 
-def all_reduce_cut(network: Network, special: frozenset[int]) -> tuple[Fraction, frozenset[int]]:
-    """Return the rate that the ports of ranks and machines allow, and the port's owner.
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """A rate in units of the network, and the ports that allow no more.
+
+    `side` holds the vertices that the edges of the heaviest cut lead away from, `links` all edges
+    that limit.
+    """
+
+    rate: Fraction
+    side: frozenset[int]
+    links: tuple[int, ...]
+
+
+def all_reduce_cut(network: Network, special: frozenset[int]) -> Ports:
+    """Return the rate that the ports of ranks and machines allow.
 
     The whole buffer must leave, and enter, every set that holds some of the ranks and not all. And
     if disjoint sets, k in all, hold all ranks, each element needs 2 (k - 1) messages between them,
-    unless a switch of `special`, which copies or adds, lies outside of them. The rate is in units
-    of the network; of equal ones the first is kept, ranks before machines.
+    unless a switch of `special`, which copies or adds, lies outside of them. Of equal rates the
+    first is kept, ranks before machines.
     """
     labels = machines(network)
     ranks = {rank: number for number, rank in enumerate(network.ranks)}
     single = [ranks.get(vertex, -1) for vertex in range(len(network.names))]
     terms = [*_port_terms(network, single, special), *_port_terms(network, labels, special)]
-    return min(terms, key=lambda term: term[0])
+    return min(terms, key=lambda ports: ports.rate)
 
 
-def _port_terms(
-    network: Network, labels: list[int], special: frozenset[int]
-) -> Iterator[tuple[Fraction, frozenset[int]]]:
+def _port_terms(network: Network, labels: list[int], special: frozenset[int]) -> Iterator[Ports]:
     members: dict[int, list[int]] = {}
     for vertex, label in enumerate(labels):
         members.setdefault(label, []).append(vertex)
-    members.pop(-1, None)
     holding = {labels[rank] for rank in network.ranks}
     if len(holding) == 1:
         return
     every = frozenset(range(len(labels)))
-    tightest = []
+    together = []
     for near, far in ((network.tails, network.heads), (network.heads, network.tails)):
-        rates: dict[int, int | None] = dict.fromkeys(sorted(holding - {-1}), 0)
-        for inside, outside, capacity in zip(near, far, network.capacities, strict=True):
+        ports: dict[int, list[int]] = {label: [] for label in sorted(holding - {-1})}
+        for edge, (inside, outside) in enumerate(zip(near, far, strict=True)):
             label = labels[inside]
-            so_far = rates.get(label)
-            if label != labels[outside] and so_far is not None:
-                rates[label] = None if capacity is None else so_far + capacity
+            if label in ports and label != labels[outside]:
+                ports[label].append(edge)
+        rates = {label: _rate(network, edges) for label, edges in ports.items()}
         limited = {label: rate for label, rate in rates.items() if rate is not None}
         if not limited:
             continue
         label = min(limited, key=limited.__getitem__)
         part = frozenset(members[label])
         side = part if near is network.tails else every - part
-        yield Fraction(limited[label]), side
+        yield Ports(Fraction(limited[label]), side, tuple(ports[label]))
         if len(limited) == len(holding):
-            tightest.append((sum(limited.values()), side))
-    if tightest and all(labels[switch] in holding for switch in special):
-        total, side = min(tightest, key=lambda term: term[0])
-        yield Fraction(total, 2 * (len(holding) - 1)), side
+            all_ports = tuple(edge for edges in ports.values() for edge in edges)
+            rate = Fraction(sum(limited.values()), 2 * (len(holding) - 1))
+            together.append(Ports(rate, side, all_ports))
+    if all(labels[switch] in holding for switch in special):
+        yield from together
+
+
+def _rate(network: Network, edges: list[int]) -> int | None:
+    """Return what `edges` carry together, None without a limit."""
+    total = 0
+    for edge in edges:
+        capacity = network.capacities[edge]
+        if capacity is None:
+            return None
+        total += capacity
+    return total
