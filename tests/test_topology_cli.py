@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.foreign import foreign
+from tests.foreign import all_foreign, foreign
 from topo_ar.cli import main as cli
+from topo_ar.cli.topology_table import print_topology
+from topo_ar.errors import TopologyError
 from topo_ar.topology.merge import merge_hosts
 from topo_ar.topology.model import from_json
 from topo_ar.topology.paths import Paths
-from topo_ar.topology.presets import preset
+from topo_ar.topology.presets import PRESETS, preset
 from topo_ar.topology.readers import read
 from topo_ar.topology.summary import summarize
 
@@ -102,13 +104,17 @@ def test_show_for_a_person(monkeypatch, capsys) -> None:
     assert "1 NICs" not in out
 
 
-def test_lines_are_at_most_100_columns(monkeypatch, capsys) -> None:
-    for name in sorted(DATA.glob("*.xml")):
-        if name.stem.endswith("-graph"):
-            continue
-        assert run(monkeypatch, "show", str(name)) == 0
-        long = [line for line in capsys.readouterr().out.splitlines() if len(line) > 100]
-        assert not long, name
+@pytest.mark.parametrize("name", [*all_foreign(), *PRESETS])
+def test_every_topology_is_shown_in_100_columns(capsys, name) -> None:
+    try:
+        topology = preset(name) if name in PRESETS else read(foreign(name))
+    except TopologyError:
+        pytest.skip(f"{name} is one that must be refused")
+    print_topology(topology, "x")
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert out.count("\n") < 200
+    assert not re.search(r"\b1 (NICs|nodes|links|ranks|GPUs|CPUs)\b", out)
 
 
 def test_hint_files_are_not_without_nvlink(monkeypatch, capsys) -> None:

@@ -19,7 +19,7 @@ from topo_ar.topology.model import (
     from_json,
 )
 from topo_ar.topology.paths import Paths
-from topo_ar.topology.presets import preset
+from topo_ar.topology.presets import PRESETS, preset
 from topo_ar.topology.readers import describe, read
 from topo_ar.topology.writers import dot, graphml, nccl_xml, write
 
@@ -110,6 +110,27 @@ def test_presets_keep_their_shape(name, nodes):
     assert ("NCCL_TOPO_FILE takes the own node only" in said) == (nodes > 1)
     speeds = [e.attrib["link_speed"] for e in elements(written.text) if e.tag == "pci"]
     assert set(speeds) == {"32.0 GT/s PCIe" if "h100" in name else "16.0 GT/s PCIe"}
+
+
+@pytest.mark.parametrize(
+    "name", [*(n for n in all_foreign() if not n.startswith("nccl-xml/")), *PRESETS]
+)
+def test_whatever_is_known_is_written_and_read_again(name):
+    before = preset(name) if name in PRESETS else read(foreign(name))
+    if name in ("gb200-nvl72", "gb300-nvl72"):
+        with pytest.raises(TopologyError, match="has 542 parts; NCCL reads at most 256"):
+            nccl_xml.write_text(before)
+        return
+    text = nccl_xml.write_text(before).text
+    after = read(text)
+    kinds = (DeviceKind.GPU, DeviceKind.NIC)
+    assert sum(d.kind in kinds for d in after.devices) == sum(
+        d.kind in kinds for d in before.devices
+    )
+    fast = (LinkKind.NVLINK, LinkKind.XGMI)
+    assert sum(link.count for link in after.links if link.kind in fast) == sum(
+        link.count for link in before.links if link.kind in fast
+    )
 
 
 def test_what_nccl_has_no_place_for_is_said():

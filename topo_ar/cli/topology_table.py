@@ -149,6 +149,9 @@ def _way(found: dict[str, Any]) -> str:
 def _print_matrix(pairs: Sequence[dict[str, Any]]) -> None:
     """Print the class of each pair, as many columns at a time as there is room for."""
     gpus = list(dict.fromkeys(gpu for pair in pairs for gpu in (pair["a"], pair["b"])))
+    if len(gpus) > _MAX_ROWS:
+        print_folded(f"{len(pairs)} pairs of GPUs; --json lists all")
+        return
     words = {}
     for pair in pairs:
         word = f"{_nvidia(pair)}/{pair['path_class']}"

@@ -7,6 +7,7 @@ from itertools import product
 
 from topo_ar.topology.busid import normal_busid
 from topo_ar.topology.model import Device, DeviceKind, Figure, Link, LinkKind, Source, Topology
+from topo_ar.topology.ports import links_by_device
 from topo_ar.topology.rates import pcie_rates
 from topo_ar.topology.readers.nccl_devices import LINKS_KNOWN, NET_ATTRIBUTES
 
@@ -33,23 +34,29 @@ class Element:
     children: list["Element"] = field(default_factory=list)
 
 
+class Whole:
+    """What the nodes of a topology are written from: its devices and links, looked up once."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.kinds = {device.id: device.kind for device in topology.devices}
+        self.ranks = {device: rank for rank, device in enumerate(topology.ranks)}
+        self.links = links_by_device(topology.links)
+
+
 class Host:
     """The devices of one node and how they hang together over PCIe.
 
     `gaps` say what had to be made up, once `elements` was called.
     """
 
-    def __init__(self, topology: Topology, devices: Sequence[Device], host_hash: str) -> None:
+    def __init__(self, whole: Whole, devices: Sequence[Device], host_hash: str) -> None:
         self.gaps: list[str] = []
         self._hash = host_hash
         self._devices = {device.id: device for device in devices}
-        self._kinds = {device.id: device.kind for device in topology.devices}
+        self._kinds = whole.kinds
         self._place = {device.id: place for place, device in enumerate(devices)}
-        self._ranks = {device: rank for rank, device in enumerate(topology.ranks)}
-        self._links: dict[str, list[Link]] = {name: [] for name in self._devices}
-        for link in topology.links:
-            for end in {link.a, link.b} & self._links.keys():
-                self._links[end].append(link)
+        self._ranks = whole.ranks
+        self._links = {name: whole.links.get(name, []) for name in self._devices}
         self._roots = [device for device in devices if self._is_root(device)]
         self._children: dict[str, list[str]] = {}
         self._up: dict[str, Link] = {}
@@ -133,8 +140,13 @@ class Host:
     def _hangs_on_cpu(self, name: str) -> bool:
         """Return whether this is a NIC of which no PCI path is known; it needs no bus id."""
         device, up = self._devices[name], self._up.get(name)
-        bare = up is None or (up.nominal is None and up.effective is None)
-        return device.kind is DeviceKind.NIC and bare and "busid" not in device.attributes
+        if device.kind is not DeviceKind.NIC or "busid" in device.attributes:
+            return False
+        if up is None:
+            return True
+        above = up.b if up.a == name else up.a
+        on_root = self._kinds[above] in (DeviceKind.CPU, DeviceKind.HOST)
+        return on_root and up.nominal is None and up.effective is None
 
     def _number_cpus(self) -> dict[str, str]:
         unknown = [root.id for root in self._roots if root.numa is None]
@@ -191,6 +203,7 @@ class Host:
         up = self._up.get(name)
         figure = (up.nominal or up.effective) if up else None
         if up is None or figure is None:
+            self.gaps.append("PCIe rates that are not known are left open; NCCL takes gen3 x16")
             return {"link_speed": "", "link_width": "0"}
         fits = list(_generations(figure, nominal=up.nominal is not None))
         if fits:

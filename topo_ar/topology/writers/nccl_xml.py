@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Device, DeviceKind, LinkKind, Topology
-from topo_ar.topology.writers.nccl_host import Element, Host
+from topo_ar.topology.writers.nccl_host import Element, Host, Whole
 from topo_ar.topology.writers.written import Written
 
 FORMAT = "nccl-xml"
@@ -44,15 +44,16 @@ def write_text(topology: Topology) -> Written:
         "gcn" in device.attributes for device in topology.devices
     )
     root = Element("system", {"version": "2" if amd else "1"})
+    whole = Whole(topology)
     for index, devices in enumerate(members.values()):
-        host = Host(topology, devices, f"0x{index + 1:x}" if len(members) > 1 else "")
+        host = Host(whole, devices, f"0x{index + 1:x}" if len(members) > 1 else "")
         root.children += host.elements()
         sheet.gaps += host.gaps
     sheet.add(root, 0)
     if len(members) == 1 and sheet.num_elements > _MAX_ELEMENTS:
         raise TopologyError(
             f"topology {topology.name!r} has {sheet.num_elements} parts; NCCL reads at most "
-            f"{_MAX_ELEMENTS} elements"
+            f"{_MAX_ELEMENTS} elements; write JSON or GraphML"
         )
     left_out = dict.fromkeys([*_unsaid(topology, len(members)), *sheet.gaps])
     return Written("\n".join([*sheet.lines, ""]), tuple(left_out))
