@@ -92,7 +92,7 @@ class _Tie:
 
 @dataclass(slots=True)
 class _Group:
-    """A CPU with its columns: what is above it, below it, and where it stands itself."""
+    """A CPU with its columns. `shared` groups have switches above that lead to NICs below."""
 
     root: Branch
     above: Branch
@@ -113,10 +113,8 @@ def rows_of(parts: Parts, nodes: Sequence[str]) -> Rows:
             up, down = max(up, depth(above)), max(down, depth(below))
             nics, tops = nics or root.has_nic, tops or root.has_top
         gpus = set(parts.of(node, "gpu"))
-        pairs = [
-            1 for gpu in gpus for far, link in parts.neighbours[gpu] if far in gpus and gpu < far
-        ]
-        arcs = max(arcs, len(gpus) if pairs else 0)
+        if any(far in gpus for gpu in gpus for far, _ in parts.neighbours[gpu]):
+            arcs = max(arcs, len(gpus))
         hubs = max(hubs, len(parts.of(node, "nvswitch")))
     nic = 0.55
     cpu = nic + 0.95 + 0.55 * down if nics else 0.55
@@ -236,20 +234,20 @@ class _Builder:
         return any(link["kind"] == "shm" for _, link in self.parts.neighbours[name])
 
     def _place(self, branch: Branch, left: float, level: int, *, top: bool) -> list[_Tie]:
-        """Place all below a branch; return where its children are tied: x, y, kind of link."""
+        """Place all below a branch; return where its children are tied."""
         ties: list[_Tie] = []
         own = Branch(None, branch.tops, branch.nics)
         parts = [own, *branch.branches] if own.tops or own.nics else branch.branches
         for part in sorted(parts, key=lambda part: self.parts.order(part.first())):
             if part is own:
-                ties += self._leaves(own, left, level, top=top)
+                ties += self._leaves(own, left)
             else:
                 tie = self._switch(part, left, level, top=top)
                 ties += [tie] if part.is_tied else []
             left += width_of(part)
         return ties
 
-    def _leaves(self, own: Branch, left: float, level: int, *, top: bool) -> list[_Tie]:
+    def _leaves(self, own: Branch, left: float) -> list[_Tie]:
         rows, ties = self.rows, []
         width = max(len(own.tops), len(own.nics))
         for names, y, side in ((own.tops, rows.top, -1), (own.nics, rows.nic, 1)):
