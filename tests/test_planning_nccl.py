@@ -1,11 +1,15 @@
 """NCCL's tuning model against values computed from its formulas, and its choices against logs."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from topo_ar.data.published_nccl import choices, measurements, scaling, systems
 from topo_ar.errors import PlanError
+from topo_ar.planning.level_bounds import all_reduce_lower_bound
+from topo_ar.planning.nccl_machine import changed, nccl_machine_of
 from topo_ar.planning.nccl_search import NcclMachine, nccl_job, nvlink_bytes_per_s
 from topo_ar.planning.nccl_tuning import (
     Algorithm,
@@ -16,6 +20,11 @@ from topo_ar.planning.nccl_tuning import (
     choice,
     estimates,
 )
+from topo_ar.planning.plan import Family
+from topo_ar.planning.planner import plan
+from topo_ar.planning.runtime import NCCL_RUNTIME
+from topo_ar.topology.levels import Levels, levels
+from topo_ar.topology.presets import preset
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -173,3 +182,46 @@ def test_nvls_is_expected_where_it_was_chosen():
     assert chosen == ["ring", "nvls", "nvls", "nvls", "nvls"]
     assert choice(nccl_job(machine(4, 8, [25e9] * 16)), 4 * GIB).algorithm == "ring"
     assert choice(nccl_job(machine(2, 8, [50e9] * 8)), 16 * GIB).algorithm == "nvls_tree"
+
+
+# --- what the planner makes of it ---
+
+
+def test_the_flat_all_reduce_of_gpus_is_what_nccl_would_choose():
+    topology = preset("dgx-h100", nodes=4)
+    machine = nccl_machine_of(topology)
+    for nbytes in (64 * KIB, 100_000_000):
+        made = plan(levels(topology), nbytes, runtime=NCCL_RUNTIME, nccl=machine)
+        [flat] = [a for a in made.alternatives if a.family is Family.FLAT_RING]
+        expected = choice(nccl_job(machine), nbytes)
+        assert flat.seconds == expected.seconds
+        assert f"its {expected.algorithm} with" in made.reason
+    assert nccl_machine_of(preset("cpu-host", nodes=2)) is None
+
+
+def test_switches_that_add_have_a_bound_of_their_own():
+    topology = preset("dgx-h100")
+    machine = nccl_machine_of(topology)
+    made = plan(levels(topology), GIB, runtime=NCCL_RUNTIME, nccl=machine)
+    assert made.bound_seconds == pytest.approx(GIB / 450e9)
+    assert "multicasting and adding" in made.reason
+    assert "WARNING" not in made.reason
+    assert made.predicted_seconds > made.bound_seconds
+    pair = levels(preset("dgx-h100", nodes=2))
+    exact = all_reduce_lower_bound(pair, GIB, nvls=True)
+    assert exact.seconds == pytest.approx(GIB / 400e9)
+
+
+def test_a_degraded_node_slows_nccl_too():
+    topology = preset("dgx-h100", nodes=4)
+    machine = nccl_machine_of(topology)
+    both = levels(topology)
+    slow = replace(
+        both.nodes[0],
+        nics=tuple(replace(nic, nominal=nic.nominal / 2) for nic in both.nodes[0].nics),
+    )
+    there = changed(machine, both, Levels((slow, *both.nodes[1:])))
+    assert list(there.nic_bytes_per_s) == [25e9] * 8
+    assert choice(nccl_job(there), GIB).seconds > choice(nccl_job(machine), GIB).seconds
+    alone = changed(machine, both, Levels(both.nodes[:1]))
+    assert (alone.num_nodes, alone.nic_bytes_per_s) == (1, ())

@@ -18,7 +18,7 @@ from topo_ar.planning.calibration import Calibration
 from topo_ar.planning.explain import explain
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.planning.planner import plan
-from topo_ar.planning.runtime import CPU_RUNTIME, GPU_RUNTIME, runtime_of
+from topo_ar.planning.runtime import CPU_RUNTIME, GPU_RUNTIME, NCCL_RUNTIME, runtime_of
 from topo_ar.topology.levels import levels
 from topo_ar.topology.model import to_json
 from topo_ar.topology.presets import preset
@@ -102,7 +102,7 @@ def test_uneven_nodes_take_the_hierarchy_that_suits_them():
 def test_one_node_reduces_in_shared_memory_on_cpus_and_stays_flat_on_gpus():
     assert plan(levels(preset("cpu-host")), MIB).family == Family.HIERARCHICAL_PIPELINED
     gpus = preset("dgx-h100")
-    assert runtime_of(gpus) is GPU_RUNTIME
+    assert runtime_of(gpus) is NCCL_RUNTIME
     flat = plan(levels(gpus), MIB, runtime=GPU_RUNTIME, families=TWO_LEVELS)
     assert flat.family == Family.FLAT_RING
     # The same bytes through the switch, in 2 steps instead of 14.

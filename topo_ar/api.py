@@ -34,6 +34,7 @@ def plan(topology: Topology, nbytes: int, *, family: Family | None = None) -> Pl
     >>> plan.world_size, plan.family.value
     (8, 'hierarchical_pipelined')
     """
+    from topo_ar.planning.nccl_machine import nccl_machine_of
     from topo_ar.planning.planner import plan as make_plan
     from topo_ar.planning.runtime import runtime_of
     from topo_ar.topology.levels import levels
@@ -45,6 +46,7 @@ def plan(topology: Topology, nbytes: int, *, family: Family | None = None) -> Pl
         topology_hash=topology_hash(topology),
         family=family,
         runtime=runtime_of(topology),
+        nccl=nccl_machine_of(topology),
     )
 
 

@@ -44,6 +44,8 @@ _BOUNDS = {
     ),
 }
 
+_NVLS = ", its NVSwitches multicasting and adding"
+
 
 def plan(
     topology: TopologyName,
@@ -157,6 +159,7 @@ def plan(
         raise ConfigError("give buffer sizes with --size, or a training step with --model")
     from topo_ar.planning.explain import explain
     from topo_ar.planning.level_bounds import Bound
+    from topo_ar.planning.nccl_machine import nccl_machine_of
     from topo_ar.planning.planner import plan as make_plan
     from topo_ar.planning.runtime import runtime_of
     from topo_ar.topology.levels import levels
@@ -171,7 +174,9 @@ def plan(
     )
     both, digest = levels(found), topology_hash(found)
     measured = None if calibration is None else _calibration(calibration, both)
-    bound = _topology_bound(found) if exact and both.world_size > 1 else None
+    nccl = nccl_machine_of(found)
+    nvls = nccl is not None and nccl.nvls
+    bound = _topology_bound(found, nvls) if exact and both.world_size > 1 else None
     plans = [
         make_plan(
             both,
@@ -181,8 +186,9 @@ def plan(
             runtime=runtime_of(found),
             calibration=measured,
             bound=Bound(bound.seconds(n), bound.bottleneck) if bound else None,
-            bound_kind=_BOUNDS[bound.kind] if bound else "",
+            bound_kind=_BOUNDS[bound.kind] + (_NVLS if nvls else "") if bound else "",
             advice=True,
+            nccl=nccl,
         )
         for n in counts
     ]
@@ -211,10 +217,11 @@ def _write(path: Path, text: bytes) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _topology_bound(topology: "Topology") -> "TopologyBound":
+def _topology_bound(topology: "Topology", nvls: bool) -> "TopologyBound":
     from topo_ar.planning.topology_bound import topology_bound
 
-    return topology_bound(topology)
+    switches = ("nvswitch",) if nvls else ()
+    return topology_bound(topology, multicast=switches, reducing=switches)
 
 
 def _family(name: str) -> Family:

@@ -22,6 +22,7 @@ J. Edmonds, "Edge-disjoint branchings", 1973; ForestColl (Zhao et al., 2024) for
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 
 from topo_ar.errors import PlanError
 from topo_ar.planning.cuts import Mask, minimum_cut
+from topo_ar.planning.machines import machines
 from topo_ar.planning.network import Network
 from topo_ar.planning.symmetry import Ints, Symmetry, View
 
@@ -81,24 +83,36 @@ def all_reduce_rate(
         If the solver gives up; the message is the solver's.
     """
     program = _Program(network, symmetry, multicast, reducing)
-    for view in symmetry.views:
-        side = np.ones(len(network.names), dtype=np.bool_)
-        side[view.class_of == view.sink] = False
+    for side in _likely_sides(network, symmetry):
         program.add(side, reduction=False)
         program.add(side, reduction=True)
-    middle = None
+    middle = solution = program.solve()
     for _ in range(_MAX_ROUNDS):
-        solution = program.solve()
-        # A vertex of the program leaves bandwidth unused and violates many cuts that do not
-        # matter; the middle of the solutions so far violates few, and is as good if it violates
-        # none.
-        middle = solution if middle is None else _between(middle, solution)
-        violated, added = _add_violated(program, symmetry, middle)
+        violated, added = _add_violated(program, symmetry, solution)
         if not violated:
             break
-        if not any(_add_violated(program, symmetry, solution)) and not added:
-            break
+        before, solution = solution, program.solve()
+        stalled = math.isclose(solution.rate, before.rate, rel_tol=1e-9)
+        middle = _between(middle, solution) if stalled else solution
+        # A vertex of the program leaves bandwidth unused and violates many cuts that do not
+        # matter; the middle of several violates few, and is as good if it violates none.
+        if stalled:
+            violated, more = _add_violated(program, symmetry, middle)
+            if not violated or not (added or more):
+                break
     return program.proven(solution)
+
+
+def _likely_sides(network: Network, symmetry: Symmetry) -> Iterator[Mask]:
+    """Yield all vertices but one rank, and all but one machine, one of each orbit."""
+    labels = np.array(machines(network))
+    for view in symmetry.views:
+        apart = view.class_of == view.sink
+        yield ~apart
+        (label,) = labels[apart]
+        elsewhere = labels != label
+        if label >= 0 and elsewhere[list(network.ranks)].any():
+            yield elsewhere
 
 
 def _between(middle: "_Solution", solution: "_Solution") -> "_Solution":
@@ -217,7 +231,7 @@ class _Program:
         # The price of one unit of an edge's bandwidth, for broadcasts and then for reductions.
         prices = [Fraction(0)] * (2 * num_edges)
         rooted = [Fraction(0)] * len(self.symmetry.rank_sizes)
-        for cut, weight in zip(self.cuts, weights, strict=True):
+        for cut, weight in zip(self.cuts[: len(weights)], weights, strict=True):
             if weight:
                 for edge in np.flatnonzero(cut.edges).tolist():
                     prices[edge + num_edges * cut.reduction] += weight * int(cut.edges[edge])
@@ -236,7 +250,7 @@ class _Program:
                 raise PlanError("the linear program of the all-reduce bound has no exact dual")
         shares = [r / int(n) for r, n in zip(rooted, self.symmetry.rank_sizes, strict=True)]
         rate = total / min(shares)
-        heaviest = max(range(len(self.cuts)), key=lambda i: weights[i])
+        heaviest = max(range(len(weights)), key=weights.__getitem__)
         return LpResult(
             rate=rate,
             optimal=math.isclose(float(rate), solution.rate * self.scale, rel_tol=1e-6),

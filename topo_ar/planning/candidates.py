@@ -18,6 +18,8 @@ from topo_ar.planning.cost_levels import (
     weighted_stages,
 )
 from topo_ar.planning.cost_tree import double_binary_tree
+from topo_ar.planning.nccl_search import NcclMachine, nccl_job
+from topo_ar.planning.nccl_tuning import NcclJob, choice
 from topo_ar.planning.pipelines import Pipeline
 from topo_ar.planning.plan import Alternative, Family, Shards
 from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
@@ -51,7 +53,8 @@ class Candidate:
 class Setting:
     """Everything beside the size that decides a candidate's cost.
 
-    `families` is what can be run; None stands for all of them.
+    `families` is what can be run; None stands for all of them. With `nccl` the flat all-reduce is
+    what NCCL makes of it by itself, at the time its own model expects.
     """
 
     parameters: CostParameters
@@ -60,6 +63,7 @@ class Setting:
     leader_limit_nbytes: int | None = None
     calibration: Calibration | None = None
     families: Collection[Family] | None = None
+    nccl: NcclMachine | None = None
 
     @cached_property
     def rounds(self) -> dict[Family, Rounds]:
@@ -72,6 +76,11 @@ class Setting:
         }
 
     @cached_property
+    def nccl_job(self) -> NcclJob | None:
+        """What NCCL's search makes of `nccl`."""
+        return nccl_job(self.nccl) if self.nccl else None
+
+    @cached_property
     def weighted(self) -> Weighted:
         """The weighted family."""
         return weighted(self.parameters.levels, self.parameters)
@@ -80,7 +89,8 @@ class Setting:
         """Return the stages of a family that goes chunk by chunk."""
         made = self._pipelines.get(family)
         if made is None:
-            made = self._pipelines[family] = self._pipeline(family)
+            made = self._pipeline(family).with_calls(self.runtime.call_seconds)
+            self._pipelines[family] = made
         return made
 
     @cached_property
@@ -181,7 +191,10 @@ def network_share(setting: Setting, candidate: Candidate) -> float:
 
 def _seconds(setting: Setting, family: Family, chunks: tuple[int, ...]) -> float:
     if family == Family.FLAT_RING:
-        return cost.flat_ring(setting.parameters, sum(chunks))
+        nbytes = sum(chunks)
+        if setting.nccl_job is not None:
+            return choice(setting.nccl_job, nbytes).seconds
+        return cost.flat_ring(setting.parameters, nbytes)
     if family in setting.rounds:
         return seconds_of(setting.rounds[family], sum(chunks))
     return setting.pipeline(family).seconds(chunks)

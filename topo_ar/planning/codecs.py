@@ -16,6 +16,8 @@ Shape = tuple[int, ...]
 
 # Elements that share one fp32 scale in int8 and int4.
 BLOCK = 128
+# Tensors of fewer elements are never compressed.
+SMALL = 1024
 _SCALE_NBYTES = 4
 _INDEX_NBYTES = 4
 # A matrix is worth its factors when they are this many times smaller (pytorch/pytorch#52034).
@@ -98,28 +100,31 @@ class Codec:
         ----------
         shapes : sequence of tuple of int
             The bucket's tensors; PowerSGD compresses those whose factors are at least twice
-            smaller, and sends the others as they are.
+            smaller, the other codecs those that are not `stays_exact`, and send the others as
+            they are in the same messages.
         num_nodes : int
             Members of the group, n.
         itemsize : int
             Bytes of an element that is not compressed.
         """
-        numel = sum(map(math.prod, shapes))
         name = self.name
-        if name in ("none", "fp16", "bf16"):
-            width = itemsize if name == "none" else 2
-            return (Message("all_reduce", width * numel),)
-        if name in _BITS:
-            scales = len(shapes) if name == "sign" else -(-numel // BLOCK)
-            nbytes = -(-numel * _BITS[name] // 8) + _SCALE_NBYTES * scales
-            return Message("all_to_all", nbytes), Message("all_gather", nbytes)
         if name == "powersgd":
             return self._factors(shapes, itemsize)
+        coded = [shape for shape in shapes if name != "none" and not stays_exact(shape)]
+        numel = sum(map(math.prod, coded))
+        exact = itemsize * (sum(map(math.prod, shapes)) - numel)
+        if name in ("none", "fp16", "bf16"):
+            return (Message("all_reduce", exact + 2 * numel),)
+        if name in _BITS:
+            scales = len(coded) if name == "sign" else -(-numel // BLOCK)
+            nbytes = exact + -(-numel * _BITS[name] // 8) + _SCALE_NBYTES * scales
+            return Message("all_to_all", nbytes), Message("all_gather", nbytes)
         # Rounded up, so that the limit of the error holds for every size.
         kept = math.ceil(Fraction(repr(self._number)) * numel)
         if name == "randomk":  # a common seed chooses the same elements everywhere
-            return (Message("all_reduce", itemsize * kept),)
-        return (Message("all_gather", num_nodes * (itemsize + _INDEX_NBYTES) * kept),)
+            return (Message("all_reduce", exact + itemsize * kept),)
+        pairs = (itemsize + _INDEX_NBYTES) * kept
+        return (Message("all_gather", num_nodes * (exact + pairs)),)
 
     def _factors(self, shapes: Sequence[Shape], itemsize: int) -> tuple[Message, ...]:
         rank = int(self._number)
@@ -196,6 +201,14 @@ BUILT_IN = (
     Codec("powersgd", 4),
     Codec("powersgd", 8),
 )
+
+
+def stays_exact(shape: Shape) -> bool:
+    """Tell whether element-wise codecs leave a tensor of `shape` in full: a vector or a small one.
+
+    Biases and the parameters of norms are a small part of the bytes and sensitive to errors.
+    """
+    return len(shape) < 2 or math.prod(shape) < SMALL
 
 
 def factors_pay(shape: Shape, rank: int) -> bool:

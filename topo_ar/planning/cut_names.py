@@ -17,7 +17,7 @@ _WORDS = {
     LinkKind.INFINIBAND: "links between switches",
     LinkKind.ETHERNET: "links between switches",
 }
-# Longer lists of devices are cut short.
+# Longer lists of devices, nodes and rates are cut short.
 _MAX_NAMED = 4
 
 
@@ -89,6 +89,10 @@ def _links(parts: Iterable[Part]) -> str:
 
 
 def _rates(counts: Counter[float | None]) -> str:
+    known = [rate for rate in counts if rate is not None]
+    if len(known) == len(counts) > _MAX_NAMED:
+        least, most = format_rate(min(known)), format_rate(max(known))
+        return f"{counts.total()} x {least} to {most}"
     return " + ".join(
         f"{count} x {'unknown' if rate is None else format_rate(rate)}"
         for rate, count in counts.items()

@@ -85,7 +85,9 @@ def node_bandwidth(node: NodeLevel, rate: RateKind) -> float:
     return sum(port_bandwidth(nic, rate) for nic in node.nics)
 
 
-def all_reduce_lower_bound(levels: Levels, nbytes: int, rate: RateKind = "nominal") -> Bound:
+def all_reduce_lower_bound(
+    levels: Levels, nbytes: int, rate: RateKind = "nominal", *, nvls: bool = False
+) -> Bound:
     """Return a proven lower bound of an all-reduce of `nbytes` bytes.
 
     Two facts give every term. Through a cut with ranks on both sides at least `nbytes` must pass in
@@ -107,6 +109,9 @@ def all_reduce_lower_bound(levels: Levels, nbytes: int, rate: RateKind = "nomina
         Size of each rank's buffer.
     rate : {"nominal", "payload"}
         Data-sheet rates, or what a payload gets.
+    nvls : bool
+        Whether the switches inside nodes multicast and add (NVLink SHARP): ranks are then no parts
+        of their own, since a rank may send and receive each element once.
 
     Raises
     ------
@@ -116,9 +121,10 @@ def all_reduce_lower_bound(levels: Levels, nbytes: int, rate: RateKind = "nomina
     check_levels(levels)
     if levels.world_size == 1:
         return Bound(0.0, "nothing: one rank has nobody to talk to")
-    best_weight, best_name = max(
-        [*_cuts(levels, rate), _heaviest_partition(levels, rate)], key=lambda term: term[0]
-    )
+    terms = list(_cuts(levels, rate))
+    if not nvls or len(levels.nodes) > 1:
+        terms.append(_heaviest_partition(levels, rate, divide=not nvls))
+    best_weight, best_name = max(terms, key=lambda term: term[0])
     return Bound(nbytes * best_weight, best_name)
 
 
@@ -206,32 +212,32 @@ class _Partition:
         return 2 * (len(self.racks) + len(self.nodes) + extra - 1) / (nics + uplinks + ports)
 
 
-def _heaviest_partition(levels: Levels, rate: RateKind) -> tuple[float, str]:
+def _heaviest_partition(levels: Levels, rate: RateKind, *, divide: bool) -> tuple[float, str]:
     """Maximise ``2 (parts - 1) / (bytes/s out of all parts)``.
 
     Every rack is either one part or divided into nodes, and every node of a divided rack is one
     part or as many as it has ranks (leaving out some of its ranks is never heavier). The choices
     are independent for a given quotient, so that Dinkelbach's iteration ends at the exact maximum
-    after a few rounds.
+    after a few rounds. Without `divide` nodes stay whole.
     """
     nodes = levels.nodes
     network = len(nodes) > 1
     chosen = _Partition((), nodes, () if network else nodes)
     best = chosen.quotient(rate, network=network)
     while True:
-        wanted = _wanted(levels, best, rate)
+        wanted = _wanted(levels, best, rate, divide=divide)
         value = wanted.quotient(rate, network=network)
         if value <= best:
             return best, _describe_partition(levels, chosen, rate)
         best, chosen = value, wanted
 
 
-def _wanted(levels: Levels, best: float, rate: RateKind) -> _Partition:
+def _wanted(levels: Levels, best: float, rate: RateKind, *, divide: bool) -> _Partition:
     """Return the parts of the largest ``2 parts - best * (bytes/s out of them)``."""
     nodes = levels.nodes
     gains = [
         2 * (len(node.ranks) - 1) - best * len(node.ranks) * _rank_bandwidth(node, rate)
-        if len(node.ranks) > 1
+        if divide and len(node.ranks) > 1
         else 0
         for node in nodes
     ]

@@ -1,8 +1,10 @@
 """A topology as NCCL's search sees it."""
 
-from topo_ar.errors import PlanError
-from topo_ar.planning.nccl_search import NcclMachine, nvlink_bytes_per_s
-from topo_ar.topology.levels import levels
+from dataclasses import replace
+
+from topo_ar.errors import PlanError, TopologyError
+from topo_ar.planning.nccl_search import NcclMachine, nccl_job, nvlink_bytes_per_s
+from topo_ar.topology.levels import Levels, levels
 from topo_ar.topology.model import Device, DeviceKind, LinkKind, Topology
 from topo_ar.topology.ports import links_by_device
 
@@ -50,6 +52,28 @@ def nccl_machine(topology: Topology) -> NcclMachine:
         nics if len(nodes) > 1 else (),
         nvlink=nvlink,
         nvls=nvlink and switched and capability >= _FIRST_NVLS,
+    )
+
+
+def nccl_machine_of(topology: Topology) -> NcclMachine | None:
+    """Return `topology` in NCCL's terms, None where NCCL's model says nothing of it."""
+    try:
+        machine = nccl_machine(topology)
+        nccl_job(machine)
+    except (PlanError, TopologyError):
+        return None
+    return machine
+
+
+def changed(machine: NcclMachine, before: Levels, after: Levels) -> NcclMachine:
+    """Return `machine` when its levels change from `before` to `after`; the slowest node counts."""
+    slowest = min(after.nodes, key=lambda node: sum(nic.nominal for nic in node.nics))
+    ports = [min(node.intra.nominal for node in each.nodes) for each in (before, after)]
+    return replace(
+        machine,
+        num_nodes=len(after.nodes),
+        gpu_bytes_per_s=machine.gpu_bytes_per_s * ports[1] / ports[0],
+        nic_bytes_per_s=tuple(n.nominal for n in slowest.nics) if len(after.nodes) > 1 else (),
     )
 
 

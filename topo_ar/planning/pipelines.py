@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,13 @@ class Pipeline:
     chunk_seconds: float | None = None
     once: float = 0
     network: float = 0
+
+    def with_calls(self, call_seconds: float) -> "Pipeline":
+        """Return the pipeline with `call_seconds` more for each stage, each way."""
+        if not call_seconds:
+            return self
+        outer = tuple(replace(stage, alpha=stage.alpha + call_seconds) for stage in self.outer)
+        return replace(self, outer=outer, alpha=self.alpha + call_seconds)
 
     def seconds(self, chunk_nbytes: Sequence[float]) -> float:
         """Return when the last chunk is done."""

@@ -10,12 +10,14 @@ from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, 
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.cost_levels import islands_of, racks_of
 from topo_ar.planning.level_bounds import Bound, all_reduce_lower_bound, check_levels
+from topo_ar.planning.nccl_search import NcclMachine
 from topo_ar.planning.placement import Distances, place
 from topo_ar.planning.plan import Alternative, Family, Plan, Shards
 from topo_ar.planning.runtime import CPU_RUNTIME, Runtime
 from topo_ar.topology.levels import Levels
 
 LEVEL_BOUND = "proven for the nodes and ports of the topology"
+NVLS_BOUND = f"{LEVEL_BOUND}, its NVSwitches multicasting and adding"
 
 
 def plan(
@@ -34,6 +36,7 @@ def plan(
     bound_kind: str = "",
     distances: Distances | None = None,
     advice: bool = False,
+    nccl: NcclMachine | None = None,
 ) -> Plan:
     """Return the fastest plan that can run for an all-reduce of `nbytes` bytes.
 
@@ -72,6 +75,9 @@ def plan(
     advice : bool
         Say also with which NICs, with how many nodes and by which degraded link the choice would
         change; takes some ten times as long.
+    nccl : NcclMachine, optional
+        The same cluster in NCCL's terms: the flat all-reduce is then predicted by NCCL's own model
+        for the algorithm it would choose.
 
     Raises
     ------
@@ -95,6 +101,7 @@ def plan(
         leader_limit_nbytes,
         calibration,
         families,
+        nccl,
     )
     if nbytes == 0 or levels.world_size == 1:
         chosen = Candidate(family or Family.FLAT_RING, (nbytes,) if nbytes else (), 0.0)
@@ -102,8 +109,9 @@ def plan(
     else:
         found = candidates(setting, nbytes)
         chosen = pick(setting, found, family) if family else choose(found)
-    limit = bound or all_reduce_lower_bound(levels, nbytes)
-    wire_limit = all_reduce_lower_bound(levels, nbytes, "payload")
+    nvls = nccl is not None and nccl.nvls
+    limit = bound or all_reduce_lower_bound(levels, nbytes, nvls=nvls)
+    wire_limit = all_reduce_lower_bound(levels, nbytes, "payload", nvls=nvls)
     verdict = reasons.Verdict(
         placement,
         setting,
@@ -113,7 +121,7 @@ def plan(
         limit,
         wire_limit,
         family,
-        bound_kind or LEVEL_BOUND,
+        bound_kind or (NVLS_BOUND if nvls else LEVEL_BOUND),
     )
     shards = _shards(setting, chosen.family)
     reason = reasons.reason(verdict)

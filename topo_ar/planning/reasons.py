@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, network_share
 from topo_ar.planning.level_bounds import Bound, node_bandwidth
+from topo_ar.planning.nccl_tuning import choice
 from topo_ar.planning.placement import Placement
 from topo_ar.planning.plan import Family
 from topo_ar.topology.levels import Levels, NodeLevel
@@ -51,6 +52,7 @@ def reason(verdict: Verdict) -> str:
         _uneven(verdict),
         _shares(verdict),
         _order(verdict),
+        _by_itself(verdict),
         _runner_up(verdict),
         _flips(verdict),
         _sources(verdict),
@@ -72,6 +74,18 @@ def _choice(verdict: Verdict) -> str:
     return (
         f"{chosen.family}{cut}, {how}: {format_seconds(chosen.seconds)} predicted {origin} for "
         f"{format_size(verdict.nbytes)} (algbw {speed})."
+    )
+
+
+def _by_itself(verdict: Verdict) -> str:
+    job = verdict.setting.nccl_job
+    if job is None:
+        return ""
+    best = choice(job, verdict.nbytes)
+    protocol = {"ll": "LL", "ll128": "LL128", "simple": "Simple"}[best.protocol]
+    return (
+        f"flat_ring stands for what NCCL does by itself: its {best.algorithm} with {protocol}, "
+        "predicted by its own tuning model."
     )
 
 
@@ -183,8 +197,8 @@ def _order(verdict: Verdict) -> str:
         )
     if placement.rails_moved:
         parts.append(
-            f"In {placement.rails_moved} of {len(verdict.levels.nodes)} nodes the ranks stand in the "
-            "order of their NICs, so that a rail joins NICs at the same place."
+            f"In {placement.rails_moved} of {len(verdict.levels.nodes)} nodes the ranks stand in "
+            "the order of their NICs, so that a rail joins NICs at the same place."
         )
     return " ".join(parts)
 

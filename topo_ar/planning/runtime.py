@@ -1,6 +1,6 @@
 """What the planner must know of the runtime that will run its plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from topo_ar.topology.model import DeviceKind, Topology
 
@@ -28,6 +28,8 @@ class Runtime:
     reduce_seconds_per_byte : float or None
         Gamma: the time to add a byte that arrived, beside moving it; None where the rates include
         it, as measured ones do.
+    call_seconds : float
+        What starting a stage costs for each chunk, beside the latency of its messages.
     """
 
     max_chunk_nbytes: int
@@ -37,6 +39,7 @@ class Runtime:
     chunk_seconds: float | None = None
     ring_rails: bool = False
     reduce_seconds_per_byte: float | None = None
+    call_seconds: float = 0.0
 
 
 # Chunk slots in shared memory. The flat ring is gloo's over TCP, inside a node too: starting values
@@ -51,8 +54,8 @@ CPU_RUNTIME = Runtime(
     chunk_seconds=5e-5,
 )
 
-# NCCL: chunks are views of the buffer, its rings use the ports as they are, and a message over the
-# network costs its sender 1 us more (the overhead of tuning.cc, NCCL 2.30.7, on Intel hosts).
+# GPUs as their ports are: chunks are views of the buffer, and a message over the network costs its
+# sender 1 us more (the overhead of tuning.cc, NCCL 2.30.7, on Intel hosts).
 GPU_RUNTIME = Runtime(
     max_chunk_nbytes=1 << 62,
     flat_hop_seconds=0.0,
@@ -61,10 +64,13 @@ GPU_RUNTIME = Runtime(
     ring_rails=True,
 )
 
+# Each stage of a chunk is a call of NCCL: the base latency of tuning.cc (ring, Simple).
+NCCL_RUNTIME = replace(GPU_RUNTIME, call_seconds=8.4e-6)
+
 
 def runtime_of(topology: Topology) -> Runtime:
     """Return the runtime that serves `topology`: NCCL's where all ranks sit on GPUs."""
     kinds = {device.id: device.kind for device in topology.devices}
     if topology.ranks and all(kinds[rank] is DeviceKind.GPU for rank in topology.ranks):
-        return GPU_RUNTIME
+        return NCCL_RUNTIME
     return CPU_RUNTIME

@@ -13,6 +13,7 @@ from topo_ar.planning.candidates import (
     seconds_as_it_is,
 )
 from topo_ar.planning.cost import CostParameters
+from topo_ar.planning.nccl_machine import changed
 from topo_ar.planning.plan import Family, Shards
 from topo_ar.planning.reasons import Verdict
 from topo_ar.topology.levels import Levels, Rate
@@ -127,7 +128,8 @@ def _named(best: Candidate) -> str:
 
 def _elsewhere(setting: Setting, levels: Levels) -> Setting:
     p = CostParameters.from_levels(levels, setting.parameters.rate, setting.runtime)
-    return replace(setting, parameters=p)
+    nccl = setting.nccl and changed(setting.nccl, setting.parameters.levels, levels)
+    return replace(setting, parameters=p, nccl=nccl)
 
 
 def _scaled(
