@@ -109,15 +109,15 @@ D = 128 * 1000
 )
 def test_bytes_sent(name, n, sent, rounds, linear):
     codec = parse_codec(name)
-    assert codec.sent_nbytes([(D,)], n) == pytest.approx(float(sent(n)), rel=1e-12)
-    assert len(codec.messages([(D,)], n)) == rounds
+    assert codec.sent_nbytes([(D, 1)], n) == pytest.approx(float(sent(n)), rel=1e-12)
+    assert len(codec.messages([(D, 1)], n)) == rounds
     assert codec.linear == linear
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 100])
 def test_topk_sends_less_below_a_density_of_1_over_n(n):
     def ratio(density, itemsize=4):
-        return Codec("topk", float(density)).ratio([(10_000 * n,)], n, itemsize)
+        return Codec("topk", float(density)).ratio([(10_000, n)], n, itemsize)
 
     assert ratio(Fraction(1, n)) == pytest.approx(1)
     assert ratio(Fraction(99, 100 * n)) < 1 < ratio(Fraction(101, 100 * n))
@@ -127,11 +127,11 @@ def test_topk_sends_less_below_a_density_of_1_over_n(n):
 
 def test_the_measured_ratios_of_the_quantisers():
     for name, ratio in (("int8", 3.9), ("int4", 7.5), ("sign", 32)):
-        assert 1 / parse_codec(name).ratio([(BLOCK * 10_000,)], 2) == pytest.approx(ratio, rel=0.01)
+        assert 1 / parse_codec(name).ratio([(BLOCK, 10_000)], 2) == pytest.approx(ratio, rel=0.01)
 
 
 def test_a_cast_saves_nothing_on_gradients_that_are_16_bit_already():
-    assert Codec("bf16").ratio([(100,)], 4, 2) == 1
+    assert Codec("bf16").ratio([(100, 100)], 4, 2) == 1
 
 
 def test_nothing_is_sent_on_one_node():
@@ -299,3 +299,11 @@ def test_a_lossy_policy_needs_a_bound(text):
 def test_no_policy(text):
     with pytest.raises(ConfigError, match="is not a codec"):
         parse_policy(text)
+
+
+@pytest.mark.parametrize("codec", BUILT_IN[:7], ids=str)
+def test_vectors_and_small_tensors_are_sent_in_full(codec):
+    small = [(5000,), (31, 33), ()]
+    assert codec.sent_nbytes(small, 2) == NONE.sent_nbytes(small, 2)
+    beside = codec.sent_nbytes([(100, 100), *small], 2) - codec.sent_nbytes([(100, 100)], 2)
+    assert beside == NONE.sent_nbytes(small, 2)
