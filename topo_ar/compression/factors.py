@@ -1,0 +1,80 @@
+"""Thin factors of matrices, transposed (r x a): drawn, multiplied, packed and decoded."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+# Up to this rank, adding outer products beats a matrix product on CPU.
+_OUTER_RANK = 4
+
+Factors = dict[str, torch.Tensor]
+
+
+def draw(seed: int, name: str, rank: int, length: int) -> torch.Tensor:
+    """Return rank x length numbers from N(0, 1), the same for the same seed and name everywhere.
+
+    Counter-based (Philox), keyed by seed and name: whoever asks, in whatever order, gets the same.
+    """
+    key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    return torch.from_numpy(generator.standard_normal((rank, length), dtype=np.float32))
+
+
+def multiply(factors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> Factors:
+    """Return ``factors[name] @ others[name]`` for each name of `others`.
+
+    On CUDA those of one shape are one batch, to save launches; on CPU stacking would cost a copy.
+    """
+    pairs = {name: (factors[name], other) for name, other in others.items()}
+    if any(other.is_cuda for other in others.values()):
+        return multiply_batches(pairs)
+    return {name: factor @ other for name, (factor, other) in pairs.items()}
+
+
+def multiply_batches(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Factors:
+    """Return the product of each pair; pairs of equal shapes are multiplied together."""
+    batches: dict[tuple[torch.Size, torch.Size], list[str]] = {}
+    for name, (factor, other) in pairs.items():
+        batches.setdefault((factor.shape, other.shape), []).append(name)
+    products: Factors = {}
+    for names in batches.values():
+        factors, others = zip(*(pairs[name] for name in names), strict=True)
+        batch = torch.bmm(torch.stack(factors), torch.stack(others))
+        products.update(zip(names, batch.unbind(), strict=True))
+    return products
+
+
+def decode(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``left' right`` into `out` (a x b), given left (r x a) and right (r x b)."""
+    if left.is_cuda or len(left) > _OUTER_RANK:
+        torch.mm(left.T, right, out=out)
+        return
+    torch.outer(left[0], right[0], out=out)
+    for column, row in zip(left[1:], right[1:], strict=True):
+        out.addr_(column, row)
+
+
+def flat(tensors: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the tensors one after the other, as a flat tensor like `like`."""
+    return torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in tensors)])
+
+
+def unflat(
+    message: torch.Tensor, shapes: Mapping[str, tuple[int, int]]
+) -> tuple[Factors, torch.Tensor]:
+    """Return the factors at the beginning of a flat `message`, and what is left of it."""
+    factors = {}
+    for name, (rank, length) in shapes.items():
+        factors[name] = message[: rank * length].view(rank, length)
+        message = message[rank * length :]
+    return factors, message
+
+
+def add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum, added in order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
