@@ -294,7 +294,7 @@ def test_probe_writes_what_show_reads(monkeypatch, capsys, tmp_path: Path) -> No
         (("show", "dgx-h100", "-o", "x.doc"), "cannot tell what to write; endings are .json, .xml"),
         (("show", "dgx-h100", "-o", "/nowhere/at/all.xml"), "cannot write"),
         (("show", "dgx-h100", "--svg", "/nowhere/at/all.svg"), "cannot write"),
-        (("show", str(DATA)), "cannot be read"),
+        (("show", str(DATA)), "is a directory"),
         (("probe", "--ranks", "0"), "0 ranks are not possible"),
         (("probe", "-o", "/nowhere/at/all.json"), "cannot write"),
     ],
