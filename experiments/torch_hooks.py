@@ -51,14 +51,17 @@ class Meeting:
 
 
 class Group:
-    """A `topo_ar.compression.protocol.Group` of one rank per thread."""
+    """A `topo_ar.compression.protocol.Group` of one rank per thread; without a meeting, alone."""
 
-    def __init__(self, index: int, meeting: Meeting, size: int) -> None:
+    def __init__(self, index: int = 0, meeting: Meeting | None = None, size: int = 1) -> None:
         self.index, self.size, self._meeting = index, size, meeting
+
+    def _exchange(self, value: Any) -> list[Any]:
+        return self._meeting.exchange(self.index, value) if self._meeting else [value]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum, added up in order of positions."""
-        found = self._meeting.exchange(self.index, tensor.clone())
+        found = self._exchange(tensor.clone())
         total: torch.Tensor = found[0].clone()
         for other in found[1:]:
             total += other
@@ -66,11 +69,11 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return everyone's tensor."""
-        return self._meeting.exchange(self.index, tensor.clone())
+        return self._exchange(tensor.clone())
 
     def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what everyone had for this rank."""
-        found = self._meeting.exchange(self.index, [part.clone() for part in parts])
+        found = self._exchange([part.clone() for part in parts])
         return [theirs[self.index] for theirs in found]
 
 

@@ -1,13 +1,12 @@
 """Thin factors of matrices, transposed (r x a): drawn, multiplied, packed and decoded."""
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
-
-# Up to this rank, adding outer products beats a matrix product on CPU.
-_OUTER_RANK = 4
 
 Factors = dict[str, torch.Tensor]
 
@@ -48,12 +47,25 @@ def multiply_batches(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> 
 
 def decode(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """Write ``left' right`` into `out` (a x b), given left (r x a) and right (r x b)."""
-    if left.is_cuda or len(left) > _OUTER_RANK:
+    if left.is_cuda or len(left) > _outer_rank():
         torch.mm(left.T, right, out=out)
         return
     torch.outer(left[0], right[0], out=out)
     for column, row in zip(left[1:], right[1:], strict=True):
         out.addr_(column, row)
+
+
+@functools.cache
+def _outer_rank() -> int:
+    """Return up to which rank adding outer products beats a matrix product on this CPU.
+
+    MKL multiplies thin matrices slowly on AMD's: 4096 x 1024 of rank 4 took 2.8 ms, outer products
+    1.0 ms. On Intel's the product takes no longer than writing its result, whatever the rank.
+    """
+    try:
+        return 4 if "AuthenticAMD" in Path("/proc/cpuinfo").read_text() else 0
+    except OSError:
+        return 0
 
 
 def flat(tensors: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

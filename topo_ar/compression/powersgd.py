@@ -85,6 +85,7 @@ class PowerSGD:
         self._arranged: dict[int, tuple[Layout, Arrangement]] = {}
         self._pending: dict[int, dict[str, torch.Tensor]] = {}
         self._last: dict[int, _Sums] = {}
+        self._own: dict[int, torch.Tensor] = {}
 
     def reduce(
         self, shard: torch.Tensor, layout: Layout, rail: Group, node: Group, step: int
@@ -92,7 +93,7 @@ class PowerSGD:
         """Add up the shards of the rail; see `Compressor`. fp64 shards are computed in fp64.
 
         `sent_nbytes` counts what goes along the rail, not what is exchanged inside the node. With
-        one node nothing is compressed.
+        one node nothing is compressed. `own` is valid until the bucket's next `reduce`.
 
         Raises
         ------
@@ -112,7 +113,11 @@ class PowerSGD:
             sums, kept = self._renew_left(job)
         self._last[layout.bucket] = sums
         self._pending[layout.bucket] = kept
-        total, own = torch.empty_like(shard), torch.empty_like(shard)
+        total = torch.empty_like(shard)
+        # Fresh pages for a tensor that is read once would cost more than the product in it.
+        own = self._own.get(layout.bucket)
+        if own is None or own.shape != shard.shape or own.dtype != shard.dtype:
+            own = self._own[layout.bucket] = torch.empty_like(shard)
         for matrix in job.held:
             name = matrix.name
             decode(sums.left[name], sums.right[name], matrix.view(total, job.local))
