@@ -72,6 +72,10 @@ def test_a_rank_that_saw_only_padding(second):
     assert nothing[0].sent_nbytes == 8
 
 
+def test_fewer_rows_than_ranks():
+    exchange([coo([0], 1, (3,), seed=seed) for seed in range(6)], 2, 3)
+
+
 def test_float_sums_have_the_same_bits_everywhere():
     random = torch.Generator().manual_seed(0)
     tensors = []

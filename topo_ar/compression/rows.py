@@ -83,7 +83,8 @@ def reduce_rows(tensor: torch.Tensor, rail: Group, node: Group) -> ReducedRows:
     parts = node.all_to_all([values[place].reshape(-1) for place in places])
     rows, values = _add_up(lists, _shaped(parts, tensor))
 
-    carried = torch.arange(node.index, num_rows, node.size, dtype=kind, device=rows.device)
+    end = max(num_rows, node.index)
+    carried = torch.arange(node.index, end, node.size, dtype=kind, device=rows.device)
     rows, values, sent = _across(rows, values, carried, rail)
 
     lists = node.all_gather(rows)
