@@ -19,8 +19,8 @@ from experiments.training import (
 from experiments.workloads.resnet import ResNet, gratings, shuffled_batches
 from topo_ar.execution.communicator import Communicator
 from topo_ar.integrations.ddp import Handle
-from topo_ar.integrations.trace import BucketCall
 from topo_ar.planning.plan import Family
+from topo_ar.telemetry.bucket_trace import BucketCall
 from topo_ar.topology.model import Topology
 
 _HELD_OUT = 256
