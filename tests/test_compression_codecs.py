@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulated import run_job
-from topo_ar.compression.parts import cuts, split
+from topo_ar.compression.parts import cuts, part_of, split
 from topo_ar.compression.protocol import Layout, Piece
 from topo_ar.compression.quantize import BlockInteger
 from topo_ar.compression.randomk import random_indices
@@ -102,6 +102,18 @@ def test_one_node_is_the_identity(name):
     assert torch.equal(result.total, shard)
     assert torch.equal(result.own, shard)
     assert result.sent_nbytes == 0
+
+
+def test_a_part_of_a_layout():
+    layout = part_of(layout_of([(10, 4), (5,), (3, 3)], bucket=2), 35, 47)
+    assert layout == Layout(
+        2,
+        (
+            Piece("p0", (10, 4), 35, 40, 0),
+            Piece("p1", (5,), 0, 5, 5),
+            Piece("p2", (3, 3), 0, 2, 10),
+        ),
+    )
 
 
 # --- counted bytes against what the planner believes ---

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.simulated import run_job
 from topo_ar.compression.error_feedback import ErrorFeedback
+from topo_ar.compression.parts import part_of
 from topo_ar.compression.protocol import Layout, Piece
 from topo_ar.compression.registry import make
 from topo_ar.compression.state import ResidualStore, Run
@@ -32,13 +33,7 @@ def bucket(names, bucket=0):
 def shard(whole, k, members):
     """The part of a bucket that local rank k of `members` reduces, and where it begins."""
     begin, end = whole.numel * k // members, whole.numel * (k + 1) // members
-    pieces = []
-    for p in whole.pieces:
-        low, high = max(begin, p.offset), min(end, p.offset + p.end - p.begin)
-        if low < high:
-            at = low - p.offset
-            pieces.append(Piece(p.name, p.shape, at, at + high - low, low - begin))
-    return Layout(whole.bucket, tuple(pieces)), slice(begin, end)
+    return part_of(whole, begin, end), slice(begin, end)
 
 
 def gradients(node, step, numel, scale=1.0):

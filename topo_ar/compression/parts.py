@@ -1,7 +1,7 @@
 """Which elements of a shard are compressed, and how the others travel beside them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -74,6 +74,18 @@ def split(layout: Layout) -> Split:
     return Split(tuple(coded), tuple(exact), tuple(accumulate(lengths)))
 
 
+def part_of(layout: Layout, begin: int, end: int) -> Layout:
+    """Return the layout of an interval of a bucket or shard, such as a local rank's shard."""
+    pieces = []
+    for piece in layout.pieces:
+        low = max(begin, piece.offset)
+        high = min(end, piece.offset + piece.end - piece.begin)
+        if low < high:
+            first = piece.begin + low - piece.offset
+            pieces.append(replace(piece, begin=first, end=first + high - low, offset=low - begin))
+    return Layout(layout.bucket, tuple(pieces))
+
+
 def cuts(numel: int, members: int, align: int = 1) -> list[int]:
     """Return the ``members + 1`` places that divide `numel` elements, at multiples of `align`."""
     blocks = -(-numel // align)
@@ -90,7 +102,7 @@ def join_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     filled = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
     if len(filled) == 1:
         return filled[0]
-    return torch.cat(filled) if filled else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(filled) if filled else as_bytes(tensors[0])
 
 
 def all_reduce_nbytes(members: int, nbytes: int) -> int:

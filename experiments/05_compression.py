@@ -1,0 +1,150 @@
+"""What does compression between nodes cost in accuracy, and what in time?
+
+Commands: python -m experiments.05_compression --accuracy --out results/
+          python -m experiments.05_compression --kernels --out results/
+Minutes: accuracy 35 on two cores, fewer with --seeds or --quick; kernels 1.
+
+--accuracy trains MNIST-1D (generated) and the digits of scikit-learn (bundled) with SGD and Adam on
+8 simulated ranks, 2 nodes of 4, with every codec, with and without error feedback, 3 seeds each;
+compression_accuracy.jsonl has a row for each training. Rows that are there already are not made
+again. It needs the extra ``workloads``.
+
+--kernels times selection, quantisation and the finite check against torch's own operations on
+25 MiB and one thread, in turns; compression_kernels.jsonl has the raw samples.
+"""
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.compression_accuracy import Training, train, trainings
+from experiments.compression_kernels import measure
+from experiments.workloads.small import load
+from topo_ar.errors import TopoError
+from topo_ar.telemetry.metrics import speedup_interval
+from topo_ar.telemetry.records import Record, RecordWriter, manifest, read_records
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """What to do, and how much of it."""
+
+    accuracy: bool = False
+    kernels: bool = False
+    tasks: tuple[str, ...] = ("mnist1d", "digits")
+    seeds: int = 3
+    samples: int = 30
+    quick: bool = False
+    out: Path = Path("results")
+
+
+def run_kernels(config: Config) -> None:
+    """Time the kernels, write a record and print a line for each."""
+    nbytes, samples = (_MIB, 3) if config.quick else (25 * _MIB, config.samples)
+    name = "compression_kernels.quick.jsonl" if config.quick else "compression_kernels.jsonl"
+    with RecordWriter(config.out / name) as writer:
+        for row in measure(nbytes, samples):
+            writer.write({**row, "manifest": manifest()})
+            theirs, ours = row["torch_seconds"], row["ours_seconds"]
+            found = speedup_interval(theirs, ours)
+            print(
+                f"{row['kernel']:12} torch {1e3 * statistics.median(theirs):7.2f} ms, "
+                f"topo_ar {1e3 * statistics.median(ours):7.2f} ms, "
+                f"ratio {found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]",
+                flush=True,
+            )
+
+
+def run_accuracy(config: Config) -> None:
+    """Train what is not in the records yet, then print the table."""
+    name = "compression_accuracy.quick.jsonl" if config.quick else "compression_accuracy.jsonl"
+    path = config.out / name
+    tasks = {task: load(task) for task in config.tasks}
+    wanted = trainings(list(tasks), 1 if config.quick else config.seeds)
+    with RecordWriter(path) as writer:
+        done = {_training(record).key() for record in read_records(path)}
+        left = [training for training in wanted if training.key() not in done]
+        for number, training in enumerate(left, 1):
+            task = tasks[training.task]
+            row = train(training, task, 20 if config.quick else task.steps)
+            writer.write({**row, "manifest": manifest("threads")})
+            print(f"{number}/{len(left)} {_words(row)}", flush=True)
+    keys = {training.key() for training in wanted}
+    print_table([r for r in read_records(path) if _training(r).key() in keys])
+
+
+def print_table(records: Sequence[Record]) -> None:
+    """Print mean and standard deviation of accuracies over seeds, and the bytes' ratio."""
+    groups: defaultdict[tuple[str, str, str, bool], list[Record]] = defaultdict(list)
+    for r in records:
+        groups[r["task"], r["optimizer"], r["codec"], r["feedback"]].append(r)
+    for (task, optimizer, codec, feedback), rows in groups.items():
+        found = [100 * r["accuracy"] for r in rows if r["accuracy"] is not None]
+        spread = f" +- {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        text = f"{statistics.mean(found):.2f}{spread} %" if found else "not finite"
+        if len(found) < len(rows):
+            text += f" ({len(rows) - len(found)} of {len(rows)} not finite)"
+        sent = [r for r in rows if r["node_sent_nbytes_per_step"]]
+        ratio = sent and sent[0]["dense_nbytes_per_step"] / sent[0]["node_sent_nbytes_per_step"]
+        how = "" if codec == "none" else " + feedback" if feedback else " without feedback"
+        print(f"{task:8} {optimizer:5} {codec + how:32} {text}" + (f", 1/{ratio:.1f}" * bool(sent)))
+
+
+def _training(record: Record) -> Training:
+    return Training(*(record[key] for key in ("task", "optimizer", "codec", "feedback", "seed")))
+
+
+def _words(row: dict[str, Any]) -> str:
+    accuracy = "not finite" if row["accuracy"] is None else f"{100 * row['accuracy']:.2f} %"
+    how = "+ feedback " if row["feedback"] else ""
+    return (
+        f"{row['task']} {row['optimizer']} {row['codec']} {how}seed {row['seed']}: {accuracy} "
+        f"in {row['seconds']:.0f} s"
+    )
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    defaults = Config()
+    parser.add_argument("--accuracy", action="store_true", help="train the table of accuracies")
+    parser.add_argument("--kernels", action="store_true", help="time the kernels")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=("mnist1d", "digits"), default=list(defaults.tasks)
+    )
+    parser.add_argument("--seeds", type=int, default=defaults.seeds)
+    parser.add_argument("--samples", type=int, default=defaults.samples)
+    parser.add_argument("--quick", action="store_true", help="only show that it runs")
+    parser.add_argument("--out", type=Path, default=defaults.out)
+    options = vars(parser.parse_args())
+    config = Config(**{**options, "tasks": tuple(options["tasks"])})
+    if not (config.accuracy or config.kernels):
+        parser.error("choose --accuracy, --kernels or both")
+    torch.set_num_threads(1)
+    try:
+        if config.kernels:
+            run_kernels(config)
+        if config.accuracy:
+            run_accuracy(config)
+    except TopoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
