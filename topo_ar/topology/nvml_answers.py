@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from topo_ar.errors import TopologyError
+from topo_ar.topology.text_file import read_text_file
 
 SCHEMA_VERSION = 1
 
@@ -114,10 +115,8 @@ def read_answers(path: Path) -> NvmlAnswers:
         If the file cannot be read or holds no recording of this version; the message names it.
     """
     try:
-        answers = msgspec.json.decode(path.read_bytes(), type=NvmlAnswers)
-    except OSError as error:
-        raise TopologyError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        answers = msgspec.json.decode(read_text_file(path), type=NvmlAnswers)
+    except msgspec.DecodeError as error:
         raise TopologyError(
             f"{path}: not a recording of NVML: {error}; make one with "
             "`topo-ar probe --record-nvml FILE`"

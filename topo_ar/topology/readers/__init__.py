@@ -22,6 +22,7 @@ from topo_ar.topology.readers import (
     slurm_yaml,
     topology_json,
 )
+from topo_ar.topology.text_file import read_text_file
 
 
 class _Reader(Protocol):
@@ -74,14 +75,14 @@ def read(path_or_text: str | Path) -> Topology:
 def describe(path_or_text: str | Path) -> Description:
     """Return the topology as `read` does, together with the name of the format."""
     text, name = _load(path_or_text)
-    for reader in _READERS:
-        if reader.matches(text):
-            return Description(reader.FORMAT, reader.read_text(text, name))
     known = ", ".join(reader.FORMAT for reader in _READERS)
     if not text.strip():
         raise TopologyError(
             f"{name}: is empty, so the command that wrote it failed; known formats are {known}"
         )
+    for reader in _READERS:
+        if reader.matches(text):
+            return Description(reader.FORMAT, reader.read_text(text, name))
     raise TopologyError(
         f"{name}: the content is in no known format ({known}); "
         f"it starts with {text.strip().splitlines()[0][:60]!r}"
@@ -93,11 +94,4 @@ def _load(path_or_text: str | Path) -> tuple[str, str]:
         if path_or_text.lstrip()[:1] in ("<", "{") or "\n" in path_or_text:
             return path_or_text, "text"
         path_or_text = Path(path_or_text)
-    try:
-        return path_or_text.read_text(encoding="utf-8-sig"), path_or_text.name
-    except OSError as error:
-        raise TopologyError(f"{path_or_text}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise TopologyError(
-            f"{path_or_text}: is not text: byte {error.start} is no UTF-8"
-        ) from None
+    return read_text_file(path_or_text), path_or_text.name
