@@ -86,7 +86,7 @@ def complaint(done):
         (["plan", "nosuch", "-s", "1M"], "'nosuch' is neither a file nor a preset"),
         (["plan", "cpu-host", "-s", "1Q"], "'1Q' is not a size"),
         (["plan", "cpu-host", "-s", "1M", "--nodes", "0"], "nodes is 0"),
-        (["plan", "cpu-host"], "Missing option '--size'"),
+        (["plan", "cpu-host"], "give buffer sizes with --size"),
         (["show", "cut.xml"], "cut.xml:"),
         (["plan", "cut.xml", "-s", "1M"], "cut.xml:"),
         (["show", "few.toml"], "few.toml"),

@@ -40,12 +40,14 @@ def plan(topology: Topology, nbytes: int, *, family: Family | None = None) -> Pl
     from topo_ar.topology.levels import levels
     from topo_ar.topology.model import topology_hash
 
+    runtime = runtime_of(topology)
     return make_plan(
         levels(topology),
         nbytes,
         topology_hash=topology_hash(topology),
         family=family,
-        runtime=runtime_of(topology),
+        runtime=runtime,
+        families=runtime.families,
         nccl=nccl_machine_of(topology),
     )
 

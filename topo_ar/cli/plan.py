@@ -73,6 +73,12 @@ def plan(
             help="Predict from the measured times in this file of `topo-ar bench --json`.",
         ),
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Choose also among algorithms that this version plans but does not run."
+        ),
+    ] = False,
     exact: Annotated[
         bool,
         typer.Option(
@@ -172,7 +178,7 @@ def plan(
     found = load_topology(
         topology, nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf
     )
-    both, digest = levels(found), topology_hash(found)
+    both, digest, runtime = levels(found), topology_hash(found), runtime_of(found)
     measured = None if calibration is None else _calibration(calibration, both)
     nccl = nccl_machine_of(found)
     nvls = nccl is not None and nccl.nvls
@@ -183,7 +189,8 @@ def plan(
             n,
             topology_hash=digest,
             family=insisted,
-            runtime=runtime_of(found),
+            runtime=runtime,
+            families=None if every else runtime.families,
             calibration=measured,
             bound=Bound(bound.seconds(n), bound.bottleneck) if bound else None,
             bound_kind=_BOUNDS[bound.kind] + (_NVLS if nvls else "") if bound else "",

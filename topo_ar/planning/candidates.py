@@ -29,7 +29,7 @@ from topo_ar.units import format_size
 _LINE_ELEMENTS = 16
 # Equal chunks must promise this much over the taper, which was found by measurement.
 _TAPER_MARGIN = 0.95
-_NOT_HERE = "the caller cannot run it"
+_NOT_HERE = "this version does not run it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from topo_ar.planning.plan import Family
 from topo_ar.topology.model import DeviceKind, Topology
 
 
@@ -30,6 +31,8 @@ class Runtime:
         it, as measured ones do.
     call_seconds : float
         What starting a stage costs for each chunk, beside the latency of its messages.
+    families : frozenset of Family
+        What it runs; the others can be planned, verified, timed and exported.
     """
 
     max_chunk_nbytes: int
@@ -40,7 +43,17 @@ class Runtime:
     ring_rails: bool = False
     reduce_seconds_per_byte: float | None = None
     call_seconds: float = 0.0
+    families: frozenset[Family] = frozenset(Family)
 
+
+_STAGED = frozenset(
+    {
+        Family.FLAT_RING,
+        Family.HIERARCHICAL_SEQUENTIAL,
+        Family.HIERARCHICAL_PIPELINED,
+        Family.HIERARCHICAL_LEADER,
+    }
+)
 
 # Chunk slots in shared memory. The flat ring is gloo's over TCP, inside a node too: starting values
 # from 2 x 4 ranks on two cores (25 MB in 69 ms over 10 Gbit/s NICs is 0.63 GB/s through each rank;
@@ -52,6 +65,7 @@ CPU_RUNTIME = Runtime(
     flat_bytes_per_s=0.63e9,
     message_seconds=1e-4,
     chunk_seconds=5e-5,
+    families=_STAGED | {Family.HIERARCHICAL_WEIGHTED},
 )
 
 # GPUs as their ports are: chunks are views of the buffer, and a message over the network costs its
@@ -62,6 +76,7 @@ GPU_RUNTIME = Runtime(
     flat_bytes_per_s=float("inf"),
     message_seconds=1e-6,
     ring_rails=True,
+    families=_STAGED,
 )
 
 # Each stage of a chunk is a call of NCCL: the base latency of tuning.cc (ring, Simple).
