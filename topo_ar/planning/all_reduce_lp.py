@@ -23,7 +23,7 @@ J. Edmonds, "Edge-disjoint branchings", 1973; ForestColl (Zhao et al., 2024) for
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -74,8 +74,8 @@ def all_reduce_rate(
     symmetry: Symmetry,
     multicast: frozenset[int] = frozenset(),
     reducing: frozenset[int] = frozenset(),
-) -> LpResult:
-    """Return the optimum of the program for switches of these abilities.
+) -> LpResult | None:
+    """Return the optimum of the program for switches of these abilities, None if it has no proof.
 
     Raises
     ------
@@ -86,21 +86,14 @@ def all_reduce_rate(
     for side in _likely_sides(network, symmetry):
         program.add(side, reduction=False)
         program.add(side, reduction=True)
-    middle = solution = program.solve()
+    solution, before = program.solve(), math.inf
     for _ in range(_MAX_ROUNDS):
-        violated, added = _add_violated(program, symmetry, solution)
-        if not violated:
-            break
-        before, solution = solution, program.solve()
-        stalled = math.isclose(solution.rate, before.rate, rel_tol=1e-9)
-        middle = _between(middle, solution) if stalled else solution
-        # A vertex of the program leaves bandwidth unused and violates many cuts that do not
-        # matter; the middle of several violates few, and is as good if it violates none.
-        if stalled:
-            violated, more = _add_violated(program, symmetry, middle)
-            if not violated or not (added or more):
-                break
-    return program.proven(solution)
+        stalled = math.isclose(solution.rate, before, rel_tol=1e-9)
+        if not _add_violated(program, symmetry, program.spread(solution) if stalled else solution):
+            return program.proven(solution, optimal=True)
+        solution, before = program.solve(), solution.rate
+    # Fewer cuts than there are still bound the rate.
+    return program.proven(solution, optimal=False)
 
 
 def _likely_sides(network: Network, symmetry: Symmetry) -> Iterator[Mask]:
@@ -113,16 +106,6 @@ def _likely_sides(network: Network, symmetry: Symmetry) -> Iterator[Mask]:
         elsewhere = labels != label
         if label >= 0 and elsewhere[list(network.ranks)].any():
             yield elsewhere
-
-
-def _between(middle: "_Solution", solution: "_Solution") -> "_Solution":
-    """Return the mean of both, with the rate of `solution`."""
-    return replace(
-        solution,
-        roots=(middle.roots + solution.roots) * solution.rate / (middle.rate + solution.rate),
-        broadcast=(middle.broadcast + solution.broadcast) / 2,
-        reduce=(middle.reduce + solution.reduce) / 2,
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,11 +163,64 @@ class _Program:
         return True
 
     def solve(self) -> _Solution:
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_array, csr_array, hstack, identity, vstack
+        """Return an optimum over the cuts found so far."""
+        goal = -np.concatenate([self.symmetry.rank_sizes, np.zeros(2 * len(self.capacities))])
+        upper, limits = self._rows()
+        balance = self._balance_matrix()
+        num_balance = balance.shape[0]
+        result = _minimum(goal, upper, limits, balance)
+        return self._solution(
+            result.x,
+            -result.fun,
+            cut_duals=-result.ineqlin.marginals[: len(self.cuts)],
+            balance_duals=result.eqlin.marginals if num_balance else np.zeros(0),
+        )
+
+    def spread(self, solution: _Solution) -> _Solution:
+        """Return a solution of the same rate that uses the bandwidth as evenly as it can.
+
+        Among the optima the one with the least relative shortfall, in sum, from equal roots and
+        half of each edge for broadcasts and half for reductions. An optimum as the solver finds
+        it leaves bandwidth unused, and violates many cuts that do not matter.
+        """
+        from scipy.sparse import block_array, csr_array, identity
+
+        upper, limits = self._rows()
+        sizes = self.symmetry.rank_sizes.astype(float)
+        half = [self.limit if c is None else c for c in self.capacities]
+        halves = np.array(half, dtype=float) / self.scale / 2
+        even = np.concatenate([np.full(len(sizes), solution.rate / sizes.sum()), halves, halves])
+        counts = np.concatenate([sizes, self.symmetry.edge_sizes, self.symmetry.edge_sizes])
+        columns = len(even)
+        rate = csr_array(-np.concatenate([sizes, np.zeros(columns - len(sizes))])[None, :])
+        one = identity(columns, format="csr")
+        balance = self._balance_matrix()
+        result = _minimum(
+            np.concatenate([np.zeros(columns), counts / even]),
+            block_array([[upper, None], [rate, None], [-one, -one]], format="csr"),
+            np.concatenate([limits, [-solution.rate * (1 - 1e-9)], -even]),
+            block_array([[balance, csr_array(balance.shape)]], format="csr"),
+        )
+        return self._solution(result.x, solution.rate, solution.cut_duals, solution.balance_duals)
+
+    def _solution(
+        self, x: Floats, rate: float, cut_duals: Floats, balance_duals: Floats
+    ) -> _Solution:
+        num_ranks, num_edges = len(self.symmetry.rank_sizes), len(self.capacities)
+        return _Solution(
+            rate=rate,
+            roots=x[:num_ranks],
+            broadcast=x[num_ranks : num_ranks + num_edges],
+            reduce=x[num_ranks + num_edges : num_ranks + 2 * num_edges],
+            cut_duals=cut_duals,
+            balance_duals=balance_duals,
+        )
+
+    def _rows(self) -> tuple[Any, Floats]:
+        """Return the inequalities: the cuts, a limit of the rate, and the shared edges."""
+        from scipy.sparse import csr_array, hstack, identity, vstack
 
         num_ranks, num_edges = len(self.symmetry.rank_sizes), len(self.capacities)
-        sizes = self.symmetry.rank_sizes.astype(float)
         roots = csr_array(np.array([cut.roots for cut in self.cuts], dtype=float))
         edges = csr_array(-np.array([cut.edges for cut in self.cuts], dtype=float))
         reduction = np.array([cut.reduction for cut in self.cuts], dtype=float)[:, None]
@@ -192,38 +228,29 @@ class _Program:
         shared = hstack(
             [csr_array((num_edges, num_ranks)), identity(num_edges), identity(num_edges)]
         )
+        sizes = self.symmetry.rank_sizes.astype(float)
         top = csr_array(np.concatenate([sizes, np.zeros(2 * num_edges)])[None, :])
         finite = np.array([c is not None for c in self.capacities])
         limits = np.array([float(c) for c in self.capacities if c is not None]) / self.scale
-        balance_rows, columns, values = self._balance
-        num_balance = int(balance_rows.max(initial=-1)) + 1
-        balance = coo_array(
-            (values, (balance_rows, columns + num_ranks)),
-            shape=(num_balance, num_ranks + 2 * num_edges),
-        )
-        result = linprog(
-            -np.concatenate([sizes, np.zeros(2 * num_edges)]),
-            A_ub=vstack([cut_rows, top, csr_array(shared)[finite]], format="csr"),
-            b_ub=np.concatenate([np.zeros(len(self.cuts)), [self.limit / self.scale], limits]),
-            A_eq=balance.tocsr() if num_balance else None,
-            b_eq=np.zeros(num_balance) if num_balance else None,
-            method="highs",
-            options={"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9},
-        )
-        if result.status != 0:
-            raise PlanError(f"the linear program of the all-reduce bound failed: {result.message}")
-        x: Any = result.x
-        return _Solution(
-            rate=-result.fun,
-            roots=x[:num_ranks],
-            broadcast=x[num_ranks : num_ranks + num_edges],
-            reduce=x[num_ranks + num_edges :],
-            cut_duals=-result.ineqlin.marginals[: len(self.cuts)],
-            balance_duals=result.eqlin.marginals if num_balance else np.zeros(0),
+        return (
+            vstack([cut_rows, top, csr_array(shared)[finite]], format="csr"),
+            # Twice the largest rate of all only keeps a program of few cuts bounded.
+            np.concatenate([np.zeros(len(self.cuts)), [2 * self.limit / self.scale], limits]),
         )
 
-    def proven(self, solution: _Solution) -> LpResult:
-        """Return what the dual solution proves, in exact arithmetic."""
+    def _balance_matrix(self) -> Any:
+        from scipy.sparse import csr_array
+
+        rows, columns, values = self._balance
+        num_ranks = len(self.symmetry.rank_sizes)
+        shape = int(rows.max(initial=-1)) + 1, num_ranks + 2 * len(self.capacities)
+        return csr_array((values.astype(float), (rows, columns + num_ranks)), shape=shape)
+
+    def proven(self, solution: _Solution, *, optimal: bool) -> LpResult | None:
+        """Return what the dual solution proves, in exact arithmetic.
+
+        None where rounding has put a price on an edge without a limit, which proves nothing.
+        """
         weights = [_rational(value) for value in solution.cut_duals]
         weights = [max(weight, Fraction(0)) for weight in weights]
         balance = [_rational(value) for value in solution.balance_duals]
@@ -231,7 +258,7 @@ class _Program:
         # The price of one unit of an edge's bandwidth, for broadcasts and then for reductions.
         prices = [Fraction(0)] * (2 * num_edges)
         rooted = [Fraction(0)] * len(self.symmetry.rank_sizes)
-        for cut, weight in zip(self.cuts[: len(weights)], weights, strict=True):
+        for cut, weight in zip(self.cuts, weights, strict=True):
             if weight:
                 for edge in np.flatnonzero(cut.edges).tolist():
                     prices[edge + num_edges * cut.reduction] += weight * int(cut.edges[edge])
@@ -247,16 +274,35 @@ class _Program:
             if capacity is not None:
                 total += price * capacity
             elif price:
-                raise PlanError("the linear program of the all-reduce bound has no exact dual")
+                return None
         shares = [r / int(n) for r, n in zip(rooted, self.symmetry.rank_sizes, strict=True)]
         rate = total / min(shares)
         heaviest = max(range(len(weights)), key=weights.__getitem__)
         return LpResult(
             rate=rate,
-            optimal=math.isclose(float(rate), solution.rate * self.scale, rel_tol=1e-6),
+            optimal=optimal and math.isclose(float(rate), solution.rate * self.scale, rel_tol=1e-6),
             side=self.cuts[heaviest].side ^ self.cuts[heaviest].reduction,
             limits=limits[self.symmetry.edge_orbit],
         )
+
+
+def _minimum(goal: Floats, upper: Any, limits: Floats, balance: Any) -> Any:
+    """Return what minimises `goal` with ``upper @ x <= limits``, ``balance @ x = 0``, x >= 0."""
+    from scipy.optimize import linprog
+
+    num_balance = balance.shape[0]
+    result = linprog(
+        goal,
+        A_ub=upper,
+        b_ub=limits,
+        A_eq=balance if num_balance else None,
+        b_eq=np.zeros(num_balance) if num_balance else None,
+        method="highs",
+        options={"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9},
+    )
+    if result.status != 0:
+        raise PlanError(f"the linear program of the all-reduce bound failed: {result.message}")
+    return result
 
 
 def _rational(value: float) -> Fraction:
@@ -294,9 +340,9 @@ def _balance_rows(
     )
 
 
-def _add_violated(program: _Program, symmetry: Symmetry, solution: _Solution) -> tuple[bool, bool]:
-    """Add the cuts that `solution` violates; return whether there are any, and any new ones."""
-    violated = added = False
+def _add_violated(program: _Program, symmetry: Symmetry, solution: _Solution) -> bool:
+    """Add the cuts that `solution` violates; False if there are none that are new."""
+    added = False
     for view in symmetry.views:
         classes, orbits, counts = view.sources
         offered = np.bincount(classes, counts * solution.roots[orbits], minlength=view.num_classes)
@@ -307,9 +353,8 @@ def _add_violated(program: _Program, symmetry: Symmetry, solution: _Solution) ->
                 view, _folded(view, values, unit), wanted, backwards=reduction
             )
             if value < sum(wanted) * (1 - _VIOLATION):
-                violated = True
                 added |= program.add(within[view.class_of], reduction=reduction)
-    return violated, added
+    return added
 
 
 def _folded(view: View, values: Floats, unit: float) -> list[int]:

@@ -158,13 +158,14 @@ def all_reduce_bound(
         effort = sum(len(view.tails) for view in symmetry.views)
         if len(symmetry.views) <= MAX_LP_RANKS and effort <= MAX_LP_EDGES:
             found = all_reduce_rate(network, symmetry, copying, adding)
-            return GraphBound(
-                algbw=found.rate * network.unit,
-                bottleneck=_names(network, narrowest(network, found.side)),
-                links=_links(network, found.limits),
-                kind="all_reduce_lp" if symmetry.trivial else "all_reduce_lp_symmetric",
-                tight=found.optimal,
-            )
+            if found is not None:
+                return GraphBound(
+                    algbw=found.rate * network.unit,
+                    bottleneck=_names(network, narrowest(network, found.side)),
+                    links=_links(network, found.limits),
+                    kind="all_reduce_lp" if symmetry.trivial else "all_reduce_lp_symmetric",
+                    tight=found.optimal,
+                )
     ports = all_reduce_cut(network, copying | adding)
     limiting = frozenset(ports.links)
     return GraphBound(
