@@ -1,6 +1,6 @@
 """How fast can any all-reduce be, what limits it, and how long does it take to know?
 
-Command: python experiments/02_limits.py --out results/
+Command: python experiments/14_planning.py --out results/
 Minutes: 2 on two cores; --quick leaves out 64 GPUs that all differ and 16,384 GPUs.
 
 Writes limits.jsonl: one row per topology and mode of the switches (plain, NVLink SHARP in the
