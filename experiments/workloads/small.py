@@ -72,10 +72,7 @@ def load(name: str) -> Task:
 
 
 def _mnist1d() -> Task:
-    from mnist1d.data import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        get_dataset_args,
-        make_dataset,
-    )
+    from mnist1d.data import get_dataset_args, make_dataset
 
     data = make_dataset(get_dataset_args())
     x = torch.from_numpy(data["x"]).float().unsqueeze(1)
@@ -85,9 +82,7 @@ def _mnist1d() -> Task:
 
 
 def _digits() -> Task:
-    from sklearn.datasets import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        load_digits,
-    )
+    from sklearn.datasets import load_digits
 
     data = load_digits()
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
