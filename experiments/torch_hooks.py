@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
+from experiments.simulated_ranks import RankGroup
+
 _DEADLINE_S = 30
 
 
@@ -50,31 +52,14 @@ class Meeting:
         self._barrier.abort()
 
 
-class Group:
-    """A `topo_ar.compression.protocol.Group` of one rank per thread; without a meeting, alone."""
+class Group(RankGroup):
+    """A group of one rank per thread that keep their turns; without a meeting, a rank alone."""
 
     def __init__(self, index: int = 0, meeting: Meeting | None = None, size: int = 1) -> None:
-        self.index, self.size, self._meeting = index, size, meeting
+        self.index, self.size, self._turns = index, size, meeting
 
     def _exchange(self, value: Any) -> list[Any]:
-        return self._meeting.exchange(self.index, value) if self._meeting else [value]
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum, added up in order of positions."""
-        found = self._exchange(tensor.clone())
-        total: torch.Tensor = found[0].clone()
-        for other in found[1:]:
-            total += other
-        return total
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return everyone's tensor."""
-        return self._exchange(tensor.clone())
-
-    def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what everyone had for this rank."""
-        found = self._exchange([part.clone() for part in parts])
-        return [theirs[self.index] for theirs in found]
+        return self._turns.exchange(self.index, value) if self._turns else [value]
 
 
 def run_ranks(size: int, work: Callable[[Group], Any]) -> list[Any]:

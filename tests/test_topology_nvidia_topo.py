@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.broken_input import damaged, survives, survives_every_cut
 from tests.foreign import all_foreign, foreign
 from topo_ar.errors import TopologyError
 from topo_ar.topology.levels import levels
-from topo_ar.topology.model import DeviceKind, LinkKind, from_json, to_json, validate
+from topo_ar.topology.model import DeviceKind, LinkKind, from_json, to_json
 from topo_ar.topology.paths import PathClass, Paths
 from topo_ar.topology.presets import preset
 from topo_ar.topology.readers import describe, read
@@ -387,32 +388,15 @@ def test_a_file_without_a_matrix_is_refused(tmp_path, content, message):
 # --- broken input -----------------------------------------------------------------------------
 
 
-def survives(text):
-    try:
-        topology = describe(text if "\n" in text else text + "\n").topology
-    except TopologyError:
-        return
-    validate(topology)
-    assert topology.notes
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_cut_off(name):
-    lines = foreign(name).read_text().splitlines(keepends=True)
-    for end in range(0, len(lines), 10):
-        survives("".join(lines[:end]))
-    text = "".join(lines)
-    for end in range(1, len(text), max(1, len(text) // 60)):
-        survives(text[:end])
+    survives_every_cut(name)
 
 
 @settings(max_examples=60, derandomize=True, deadline=2000)
-@given(data=st.data())
-def test_every_file_with_bytes_flipped(data):
-    raw = bytearray(foreign(data.draw(st.sampled_from(FILES))).read_bytes())
-    for _ in range(data.draw(st.integers(1, 8))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    survives(raw.decode(errors="replace"))
+@given(damaged(FILES))
+def test_every_file_with_bytes_flipped(text):
+    survives(text)
 
 
 CELLS = st.sampled_from(["X", "PIX", "PXB", "PHB", "NODE", "SYS", "NV1", "NV18", "", "N/A"])

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.broken_input import survives
 from tests.foreign import foreign
 from topo_ar.errors import TopologyError
-from topo_ar.topology.model import DeviceKind, LinkKind, from_json, to_json, validate
+from topo_ar.topology.model import DeviceKind, LinkKind, from_json, to_json
 from topo_ar.topology.paths import PathClass, Paths
 from topo_ar.topology.readers import describe, read
 
@@ -92,15 +93,6 @@ def test_ends_that_disagree_count_as_pcie():
 def test_other_output_of_rocm_smi_is_refused():
     with pytest.raises(TopologyError, match="0 GPUs in the blocks of `rocm-smi --showtopo`"):
         read("==== ROCm System Management Interface ====\n==== Concise Info ====\n0  45.0C\n")
-
-
-def survives(text):
-    try:
-        topology = describe(text if "\n" in text else text + "\n").topology
-    except TopologyError:
-        return
-    validate(topology)
-    assert topology.notes
 
 
 def test_the_file_cut_off():

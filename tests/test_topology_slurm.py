@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.broken_input import damaged, survives, survives_every_cut
 from tests.foreign import all_foreign, foreign
 from topo_ar.errors import TopologyError
-from topo_ar.topology.model import DeviceKind, from_json, to_json, validate
+from topo_ar.topology.model import DeviceKind, from_json, to_json
 from topo_ar.topology.paths import PathClass, Paths
 from topo_ar.topology.readers import describe, read
 from topo_ar.topology.readers.hostlist import expand
@@ -323,35 +324,18 @@ def test_yaml_tree_with_children():
 # --- broken input -----------------------------------------------------------------------------
 
 
-def survives(text):
-    try:
-        topology = describe(text if "\n" in text else text + "\n").topology
-    except TopologyError:
-        return
-    validate(topology)
-    assert topology.notes
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_cut_off(name):
-    lines = foreign(name).read_text().splitlines(keepends=True)
-    for end in range(0, len(lines), 10):
-        survives("".join(lines[:end]))
-    text = "".join(lines)
-    for end in range(1, len(text), max(1, len(text) // 30)):
-        survives(text[:end])
+    survives_every_cut(name, 30)
 
 
 SMALL = [name for name in FILES if "10000" not in name]
 
 
 @settings(max_examples=80, derandomize=True, deadline=2000)
-@given(data=st.data())
-def test_every_file_with_bytes_flipped(data):
-    raw = bytearray(foreign(data.draw(st.sampled_from(SMALL))).read_bytes())
-    for _ in range(data.draw(st.integers(1, 8))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    survives(raw.decode(errors="replace"))
+@given(damaged(SMALL))
+def test_every_file_with_bytes_flipped(text):
+    survives(text)
 
 
 STARTS = [
