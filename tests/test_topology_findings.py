@@ -57,7 +57,7 @@ def test_a_slow_cable_and_a_narrow_slot_are_named():
         link for link in PAIR.links if link.kind is LinkKind.PCIE and link.a == "node1/gpu2"
     )
     narrow = change_links(PAIR, lambda link: link is slot, nominal=halve(slot.nominal))
-    assert "node1/gpu2 (31.5 GB/s)" in about(narrow)["pcie"].text
+    assert "node1/gpu2 (31.51 GB/s)" in about(narrow)["pcie"].text
     assert "LnkSta" in about(narrow)["pcie"].remedy
 
 

@@ -12,9 +12,9 @@ from topo_ar.topology.levels import Levels, levels
 from topo_ar.topology.model import Device, DeviceKind, Link, LinkKind, Topology
 from topo_ar.topology.paths import PathClass, Paths
 from topo_ar.topology.ports import carries_data, links_by_device, nominal_of
+from topo_ar.topology.wording import some
 from topo_ar.units import format_rate
 
-_MAX_NAMED = 6
 # Beyond this class NCCL does not let a NIC reach a GPU's memory by itself.
 _GPU_DIRECT = PathClass.PXB
 
@@ -47,12 +47,6 @@ def findings(topology: Topology) -> list[TopologyFinding]:
     return [*found, *_unequal_nodes(both), *_dealt_out(both), *_oversubscribed(both)]
 
 
-def _short(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMED])
-    more = len(names) - _MAX_NAMED
-    return shown + (f" and {more} more" if more > 0 else "")
-
-
 def _by_node(topology: Topology, kind: DeviceKind) -> dict[str | None, list[Device]]:
     nodes: dict[str | None, list[Device]] = {}
     for device in topology.devices:
@@ -74,7 +68,7 @@ def _fewer_links(topology: Topology, links: dict[str, list[Link]]) -> Iterator[T
         most = max(counts.values())
         lame = [name for name, count in counts.items() if count < most]
         if node in switched and lame:
-            shown = _short([f"{name} ({counts[name]})" for name in lame])
+            shown = some([f"{name} ({counts[name]})" for name in lame])
             yield TopologyFinding(
                 "nvlink",
                 f"fewer NVLinks than the {most} of the other GPUs of {node}: {shown}; every "
@@ -117,7 +111,7 @@ def _slower_siblings(topology: Topology, links: dict[str, list[Link]]) -> Iterat
         usual = Counter(rates.values()).most_common(1)[0][0]
         slow = [name for name, rate in rates.items() if rate < 0.9 * usual]
         if slow:
-            shown = _short([f"{name} ({format_rate(rates[name])})" for name in slow])
+            shown = some([f"{name} ({format_rate(rates[name])})" for name in slow])
             yield TopologyFinding(
                 what.lower(),
                 f"{what} slower than the usual {format_rate(usual)}: {shown}",
@@ -137,7 +131,7 @@ def _numa_unknown(topology: Topology) -> Iterator[TopologyFinding]:
     if len(nodes) > 1 and lost:
         yield TopologyFinding(
             "numa",
-            f"NUMA node not known: {_short(lost)}; processes may be bound to the far socket",
+            f"NUMA node not known: {some(lost)}; processes may be bound to the far socket",
             "give the provider's NCCL topology file, or bind by hand (`numactl --cpunodebind`)",
         )
 
@@ -164,7 +158,7 @@ def _far_nics(topology: Topology) -> Iterator[TopologyFinding]:
         level = worst.name if worst <= PathClass.SYS else PathClass.SYS.name
         yield TopologyFinding(
             "gpudirect",
-            f"the nearest NIC is reached only through a CPU ({level}): {_short(far)}; NCCL uses "
+            f"the nearest NIC is reached only through a CPU ({level}): {some(far)}; NCCL uses "
             "GPUDirect RDMA up to PXB, so data takes the way through host memory",
             "move NIC and GPU under one PCIe switch, or measure what "
             f"NCCL_NET_GDR_LEVEL={level} does",
@@ -174,7 +168,7 @@ def _far_nics(topology: Topology) -> Iterator[TopologyFinding]:
     if idle:
         yield TopologyFinding(
             "idle nics",
-            f"nearest to no GPU: {_short(idle)}; rings and rails will not use them by themselves",
+            f"nearest to no GPU: {some(idle)}; rings and rails will not use them by themselves",
             "leave them to storage, or spread the ranks over the GPUs near them",
         )
 
@@ -194,7 +188,7 @@ def _unequal_nodes(both: Levels) -> Iterator[TopologyFinding]:
         yield TopologyFinding(
             "unequal nodes",
             f"most nodes have {usual[0]} ranks and {usual[1]} NICs of {format_rate(usual[2])} "
-            f"together; different: {_short(odd)}",
+            f"together; different: {some(odd)}",
             "repair or replace them; until then plan with weighted shards (`topo-ar plan`)",
         )
 
@@ -223,7 +217,7 @@ def _oversubscribed(both: Levels) -> Iterator[TopologyFinding]:
         ratio = max(tight)[0]
         yield TopologyFinding(
             "uplinks",
-            f"the uplinks of {_short([name for _, name in tight])} carry up to {ratio:.3g} times "
+            f"the uplinks of {some([name for _, name in tight])} carry up to {ratio:.3g} times "
             "less than the NICs below them",
             "keep a job within a rack, or plan with three levels (`topo-ar plan` does where it "
             "pays)",

@@ -15,8 +15,8 @@ from topo_ar.topology.model import (
     validate,
 )
 from topo_ar.topology.ports import NETWORK_KINDS, carries_data
+from topo_ar.topology.wording import some
 
-_SHOWN = 5
 # What a description of a machine says of the network before a fabric takes its place.
 _REPLACED = "the network between the nodes is taken to be"
 
@@ -50,8 +50,8 @@ def join_fabric(machines: Mapping[str, Topology], fabric: Topology) -> Topology:
     chosen, unused = _choose(machines, hosts)
     if not chosen:
         raise TopologyError(
-            f"no host of {fabric.name!r} ({_few(list(hosts))}) is among the machines "
-            f"({_few(list(machines))}); names must be equal, or give a pattern such as '*'"
+            f"no host of {fabric.name!r} ({some(list(hosts))}) is among the machines "
+            f"({some(list(machines))}); names must be equal, or give a pattern such as '*'"
         )
     draft = _Draft()
     draft.devices += [device for device in fabric.devices if device.kind is DeviceKind.SWITCH]
@@ -60,8 +60,9 @@ def join_fabric(machines: Mapping[str, Topology], fabric: Topology) -> Topology:
     draft.links += between
     templates: dict[int, _Template] = {}
     for host, machine in chosen.items():
-        template = templates.setdefault(id(machine), _Template.of(machine))
-        draft.add(host, template, hosts[host])
+        if id(machine) not in templates:
+            templates[id(machine)] = _Template.of(machine)
+        draft.add(host, templates[id(machine)], hosts[host])
     left_out = [host for host in hosts if host not in chosen]
     notes = [
         *(
@@ -71,7 +72,7 @@ def join_fabric(machines: Mapping[str, Topology], fabric: Topology) -> Topology:
         ),
         *_counted(left_out, f"hosts of {fabric.name} have no description and are left out"),
         *_counted(unused, f"machines are no hosts of {fabric.name} and are left out"),
-        *(f"{what}: {_few(where)}" for what, where in draft.doubts.items()),
+        *(f"{what}: {some(where)}" for what, where in draft.doubts.items()),
         *(f"{fabric.name}: {note}" for note in fabric.notes),
         *(
             f"{topology.name}: {note}"
@@ -292,14 +293,9 @@ def _agree(one: Figure, other: Figure) -> bool:
 
 def _natural(text: str) -> list[tuple[int, str]]:
     return [
-        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", text)
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,9})", text)
     ]
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 def _counted(names: Sequence[str], what: str) -> list[str]:
-    return [f"{len(names)} {what}: {_few(names)}"] if names else []
+    return [f"{len(names)} {what}: {some(names)}"] if names else []

@@ -25,9 +25,9 @@ from topo_ar.topology.nvml_answers import (
     LinkAnswer,
     NvmlAnswers,
 )
+from topo_ar.topology.wording import some
 
 _LIBRARY_NOT_FOUND = 12
-_NOT_SUPPORTED = 3
 _LINK_ENABLED = 1
 _SWITCH, _IBM_NPU = 2, 1
 # Mbyte/s of signalling that NVML reports for links whose payload is less: NVLink 4 and 5.
@@ -246,10 +246,9 @@ class _Conclusion:
             if worst:
                 by_reason.setdefault(worst, []).append(f"{pair.a}-{pair.b}")
         for status, found in by_reason.items():
-            shown = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
             pairs = f"{len(found)} pair{'s' if len(found) > 1 else ''}"
             yield (
-                f"no peer access between {pairs} of GPUs ({shown}): "
+                f"no peer access between {pairs} of GPUs ({some(found)}): "
                 f"{_P2P_WORDS.get(status, f'status {status}')}; they meet in the host's memory"
             )
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Topology
 from topo_ar.topology.readers import (
@@ -46,6 +48,8 @@ _READERS: tuple[_Reader, ...] = (
     nvidia_topo,
 )
 
+_MOST_NOTES = 100
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
@@ -82,11 +86,21 @@ def describe(path_or_text: str | Path) -> Description:
         )
     for reader in _READERS:
         if reader.matches(text):
-            return Description(reader.FORMAT, reader.read_text(text, name))
+            topology = reader.read_text(text, name)
+            ours = reader is topology_json
+            return Description(reader.FORMAT, topology if ours else _readable(topology))
     raise TopologyError(
         f"{name}: the content is in no known format ({known}); "
         f"it starts with {text.strip().splitlines()[0][:60]!r}"
     )
+
+
+def _readable(topology: Topology) -> Topology:
+    """Return `topology` with each note once, and no more of them than a person would read."""
+    notes = tuple(dict.fromkeys(topology.notes))
+    if len(notes) > _MOST_NOTES:
+        notes = (*notes[:_MOST_NOTES], f"{len(notes) - _MOST_NOTES} more notes are not shown")
+    return topology if notes == topology.notes else replace(topology, notes=notes)
 
 
 def _load(path_or_text: str | Path) -> tuple[str, str]:

@@ -5,6 +5,7 @@ they are in NCCL; otherwise the two boards of a DGX-2 would be two islands.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from topo_ar.topology.model import Figure, Link, LinkKind, Source
@@ -12,6 +13,7 @@ from topo_ar.topology.rates import nvlink_rates
 from topo_ar.topology.readers.xml_tree import Element
 
 _NAME = "NVLinkBandwidth"
+_WHOLE = re.compile(r"[0-9]{1,15}")
 
 
 def read_nvlinks(
@@ -41,7 +43,7 @@ def _read(
     names = _words(matrix, "indexes")
     values = _words(matrix, "u64values")
     size = len(names)
-    if len(values) != size * size or not all(value.isdigit() for value in values):
+    if len(values) != size * size or not all(map(_WHOLE.fullmatch, values)):
         return [], [
             f"line {matrix.line}: {_NAME} holds {len(values)} values for {size} objects, "
             f"{size * size} whole numbers are needed; left out, so NVLink is not known"

@@ -30,6 +30,8 @@ _COMPUTE_CAPABILITIES = (
     (0x2900, 0x29FF, 100),
 )
 # Gbit/s of the ports of Amazon's Elastic Fabric Adapter, by PCI device id.
+# Groups of 32 bits in a bitmap: more CPUs than any machine has.
+_MOST_GROUPS = 4096
 _EFA_GIGABITS = {"efa0": 100, "efa1": 100, "efa3": 400}
 
 
@@ -247,7 +249,8 @@ def bits(element: Element, name: str) -> tuple[int, ...]:
     groups = [group.strip().removeprefix("0x").zfill(8) for group in text.split(",")]
     # An infinite set begins with 0xf...f; what is beyond the machine does not count.
     digits = "".join(group for group in groups if "..." not in group)
-    if set(digits) - set("0123456789abcdefABCDEF") or any(len(group) > 8 for group in groups):
+    odd = set(digits) - set("0123456789abcdefABCDEF") or any(len(group) > 8 for group in groups)
+    if odd or len(groups) > _MOST_GROUPS:
         raise TopologyError(
             f"{element.place}: {name}={text[:40]!r} is no bitmap such as 0x0000ffff,0x1"
         )

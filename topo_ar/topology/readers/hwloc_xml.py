@@ -33,12 +33,15 @@ from topo_ar.topology.readers.hwloc_pci import (
     widest_below,
 )
 from topo_ar.topology.readers.xml_tree import Element, parse
+from topo_ar.topology.wording import some
 
 FORMAT = "hwloc-xml"
 
 NODE = "node0"
 FABRIC = "fabric"
 _HEAD = 8192
+# Names in one note; what is left out of a real machine is fewer.
+_SHOWN = 64
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _FIRST_TAG = re.compile(r"<([A-Za-z_][\w.-]*)")
 # hwloc names its own grammar, which need not be read; any other is refused by the parser.
@@ -101,7 +104,7 @@ class _Draft:
 
     def topology(self) -> Topology:
         """Return the finished topology."""
-        gaps = [f"{what}: {', '.join(where)}" for what, where in self.gaps.items()]
+        gaps = [f"{what}: {some(where, _SHOWN)}" for what, where in self.gaps.items()]
         return validate(
             Topology(
                 self.name,
@@ -140,7 +143,9 @@ class _Draft:
                 key = (element.text("type") or "", element.text("gp_index") or "")
                 self.objects.setdefault(key, device_id)
             vendor, model = attributes.get("vendor"), attributes.get("modelid", "")
-            described.append((device_id, vendor, int(model) if model.isdecimal() else None))
+            described.append(
+                (device_id, vendor, int(model) if re.fullmatch("[0-9]{1,9}", model) else None)
+            )
         if not described:
             raise TopologyError(f"{self.machine.place}: the machine has no NUMA node with CPUs")
         for i, (a, vendor, model_number) in enumerate(described):

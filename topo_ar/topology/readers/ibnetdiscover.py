@@ -1,5 +1,6 @@
 """InfiniBand fabrics as ``ibnetdiscover`` prints them: switches, hosts with their NICs, cables."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from topo_ar.topology.model import (
@@ -53,8 +54,10 @@ def read_text(text: str, name: str) -> Topology:
 def _switch_ids(switches: list[Record]) -> dict[str, str]:
     """Return an id for each switch: the name somebody gave it where that is its own."""
     names = [_plain_name(switch) for switch in switches]
+    # A name that is another switch's id would be two switches in one.
+    uses = Counter([*names, *(switch.id for switch in switches)])
     return {
-        switch.id: name if name and names.count(name) == 1 else switch.id
+        switch.id: name if name and uses[name] == 1 else switch.id
         for switch, name in zip(switches, names, strict=True)
     }
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from topo_ar.errors import TopologyError
 from topo_ar.topology.model import (
     Device,
     DeviceKind,
@@ -17,6 +18,7 @@ from topo_ar.topology.model import (
 )
 from topo_ar.topology.rates import pcie_rates
 from topo_ar.topology.readers.xml_tree import Element
+from topo_ar.topology.wording import some
 
 FABRIC = "fabric"
 
@@ -26,6 +28,10 @@ LINKS_KNOWN = "links_known"
 NET_ATTRIBUTES = ("dev", "port", "guid", "maxconn", "coll", "rail", "plane")
 """What is kept of a port beside its name, speed and latency."""
 
+# Names in one note; what is left out of a real machine is fewer.
+_SHOWN = 64
+# GT/s of a lane; a larger number is no speed.
+_FASTEST_LANE = 1000.0
 _INFINIBAND_CLASSES = ("0x0207", "0x0c06")
 
 
@@ -63,10 +69,25 @@ class Draft:
     ids: dict[int, str] = field(default_factory=dict)
     gaps: dict[str, list[str]] = field(default_factory=dict)
     peers: list[tuple[str, str, str]] = field(default_factory=list)
+    places: dict[str, Element] = field(default_factory=dict)
 
     def lacks(self, what: str, where: str) -> None:
         """Remember that the file does not say `what` of `where`."""
         self.gaps.setdefault(what, []).append(where)
+
+    def claim(self, device_id: str, element: Element) -> None:
+        """Remember where the file describes a device.
+
+        Raises
+        ------
+        TopologyError
+            If it does so twice; the message names both lines.
+        """
+        if (first := self.places.setdefault(device_id, element)) is not element:
+            raise TopologyError(
+                f"{element.place}: {device_id} is described in line {first.line} already; "
+                "each NUMA node and bus id of a host is there once"
+            )
 
     def gpus(self) -> list[tuple[str, Pending]]:
         """Return each GPU with its id, in file order; call after `name_devices`."""
@@ -83,7 +104,7 @@ class Draft:
         else:
             ranks = [i for i, gpu in sorted(gpus, key=lambda p: (p[1].node, p[1].busid))]
             self.notes.append("the file gives no ranks; GPUs are ranks in order of their bus ids")
-        gaps = [f"{what}: {', '.join(where)}" for what, where in self.gaps.items()]
+        gaps = [f"{what}: {some(where, _SHOWN)}" for what, where in self.gaps.items()]
         return validate(
             Topology(
                 name=self.name,
@@ -105,6 +126,8 @@ def pcie_link(draft: Draft, pci: Element, device_id: str, parent: str) -> Link:
     """Return the link of a PCI device to the bridge or CPU above it."""
     match = re.match(r"\d+(?:\.\d+)?", pci.text("link_speed") or "")
     speed, width = float(match[0]) if match else 0.0, pci.integer("link_width") or 0
+    if not speed <= _FASTEST_LANE:
+        speed = 0.0
     if speed > 0 and width > 0:
         rates = pcie_rates(speed, width, Source.FILE)
     else:

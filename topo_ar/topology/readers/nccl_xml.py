@@ -19,6 +19,7 @@ from topo_ar.topology.readers.nccl_devices import (
 )
 from topo_ar.topology.readers.nccl_gpu_links import GpuRow, read_gpu_links
 from topo_ar.topology.readers.xml_tree import Element, parse
+from topo_ar.topology.wording import some
 
 FORMAT = "nccl-xml"
 
@@ -43,6 +44,7 @@ _KNOWN = {
 _GPU_CLASSES = ("0x03", "0x12")
 _NIC_CLASSES = ("0x02", "0x0c06")
 _NVSWITCH_CLASS = "0x068000"
+_MOST_CPUS = 1024
 
 
 def matches(text: str) -> bool:
@@ -106,13 +108,17 @@ def _walk(element: Element) -> Iterator[Element]:
         yield from _walk(child)
 
 
-def _unknown_parts(root: Element) -> Iterator[str]:
+def _unknown_parts(root: Element) -> list[str]:
+    """Say which elements and attributes are left out, each kind once with its lines."""
+    where: dict[str, list[str]] = {}
     for element in _walk(root):
         known = _KNOWN.get(element.tag)
         if known is None:
-            yield f"line {element.line}: element <{element.tag}> is not known and left out"
+            where.setdefault(f"element <{element.tag}> is not known", []).append(str(element.line))
         elif unknown := sorted(element.attributes.keys() - known):
-            yield f"line {element.line}: <{element.tag}> has unknown {', '.join(unknown)}; left out"
+            what = f"<{element.tag}> has unknown {some(unknown)}"
+            where.setdefault(what, []).append(str(element.line))
+    return [f"line {some(lines)}: {what}; left out" for what, lines in where.items()]
 
 
 def _add_cpu(draft: Draft, cpu: Element, index: int, node: str) -> str:
@@ -128,6 +134,7 @@ def _add_cpu(draft: Draft, cpu: Element, index: int, node: str) -> str:
     draft.devices.append(
         Device(device_id, DeviceKind.CPU, node, numa, {k: v for k in kept if (v := cpu.text(k))})
     )
+    draft.claim(device_id, cpu)
     for pci in cpu.each("pci"):
         _add_pci(draft, pci, node, numa, device_id, device_id)
     for nic in cpu.each("nic"):
@@ -167,6 +174,7 @@ def _add_bridge(
 ) -> None:
     busid = pci.attributes["busid"].lower()
     device_id = f"{node}/pci-{busid}"
+    draft.claim(device_id, pci)
     if pci.text("class") is None:
         draft.lacks("PCI device without a class, what it is cannot be told", busid)
     draft.devices.append(Device(device_id, DeviceKind.PCIE_SWITCH, node, numa, pci_attributes(pci)))
@@ -179,6 +187,11 @@ def _add_bridge(
 
 def _join_cpus(draft: Draft, cpus: list[tuple[str, Element]]) -> None:
     """Join all CPUs of a host with each other, as NCCL does."""
+    if len(cpus) > _MOST_CPUS:
+        raise TopologyError(
+            f"{cpus[_MOST_CPUS][1].place}: more than {_MOST_CPUS} <cpu> of one host; each is a "
+            "NUMA node, of which Linux knows no more"
+        )
     for i, (a, cpu) in enumerate(cpus):
         for b, other in cpus[i + 1 :]:
             weaker = cpu if cpu.text("vendor") is None or cpu.text("arch") is None else other

@@ -27,8 +27,8 @@ from topo_ar.topology.readers.smi_matrix import plain_lines
 FORMAT = "nvidia-smi-nvlink"
 
 _NODE = "node0"
-_HEADER = re.compile(r"\s*GPU (\d{1,6}): *(.*?) *(?:\(UUID: *([^)]*)\)?)? *$")
-_LINK = re.compile(r"\s*Link (\d{1,4}): *(.*?) *$")
+_HEADER = re.compile(r"GPU (\d{1,6}): *([^(]*|.*?)(?:\(UUID: *([^)]*)\)?)?$")
+_LINK = re.compile(r"Link (\d{1,4}): *(.*)$")
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) GB/s")
 _REMOTE = re.compile(
     r"(?:Remote Device )?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])"
@@ -114,10 +114,10 @@ def _read_gpus(lines: Sequence[str], name: str, notes: list[str]) -> dict[int, _
     gpu: _Gpu | None = None
     odd: list[int] = []
     for number, whole in enumerate(lines, 1):
-        line = whole[:_LONGEST_LINE]
+        line = whole.strip()[:_LONGEST_LINE]
         if header := _HEADER.match(line):
             index, uuid = int(header[1]), header[3] or ""
-            gpu = gpus.setdefault(index, _Gpu(header[2], uuid, number))
+            gpu = gpus.setdefault(index, _Gpu(header[2].strip(), uuid, number))
             if gpu.uuid != uuid:
                 raise TopologyError(
                     f"{name}:{number}: GPU {index} has another UUID than in line {gpu.line}; "

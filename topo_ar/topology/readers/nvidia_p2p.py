@@ -9,6 +9,7 @@ from itertools import combinations
 
 from topo_ar.topology.model import Device, DeviceKind, Topology, validate
 from topo_ar.topology.readers.smi_matrix import Matrix, find_header, plain_lines, read_matrix
+from topo_ar.topology.wording import some
 
 FORMAT = "nvidia-smi-p2p"
 
@@ -77,17 +78,20 @@ def _status(gpu: str, matrix: Matrix) -> dict[str, str]:
 def _notes(matrix: Matrix) -> list[str]:
     """Name the pairs without access, those that differ by direction, and what is not known."""
     by_status: dict[str, list[str]] = {}
-    notes = []
+    unequal: dict[tuple[str, str], list[str]] = {}
     grid = matrix.grid()
     for a, b in combinations(range(len(matrix.devices)), 2):
         pair = f"{matrix.devices[a]} - {matrix.devices[b]}"
         there, back = grid[a][b], grid[b][a]
         if there and back and there != back:
-            notes.append(f"access {pair}: {there} one way, {back} the other")
+            unequal.setdefault((there, back), []).append(pair)
         elif (status := there or back) != "OK":
             by_status.setdefault(status, []).append(pair)
+    notes = [
+        f"access {some(pairs, 4)}: {there} one way, {back} the other"
+        for (there, back), pairs in unequal.items()
+    ]
     for status, pairs in by_status.items():
-        more = f" and {len(pairs) - 4} more" if len(pairs) > 4 else ""
         what = _WORDS.get(status, f"is unknown ({status[:40]!r})" if status else "is not printed")
-        notes.append(f"access between {', '.join(pairs[:4])}{more} {what}")
+        notes.append(f"access between {some(pairs, 4)} {what}")
     return notes

@@ -13,6 +13,7 @@ from topo_ar.topology.gpu_links import nvswitch
 from topo_ar.topology.model import Device, DeviceKind, Link, LinkKind, Topology, validate
 from topo_ar.topology.readers.inferred_tree import Leaf, Pair, SmiClass, infer_tree
 from topo_ar.topology.readers.smi_matrix import Matrix, find_header, plain_lines, read_matrix
+from topo_ar.topology.wording import some
 
 FORMAT = "nvidia-smi-topo"
 
@@ -64,17 +65,21 @@ def read_text(text: str, name: str) -> Topology:
         devices.append(_device(device, leaf, affinity, names, tree.host_bridges, notes))
     gpus = [ids[device] for device in matrix.devices if _is_gpu(device)]
     switches, links = _nvlinks([leaf.device for leaf in leaves], nvlinks, notes)
+    farther: dict[tuple[SmiClass, SmiClass], list[str]] = {}
+    for (a, b), level in tree.farther:
+        pair = f"{matrix.devices[a]} - {matrix.devices[b]}"
+        farther.setdefault((printed[a, b], level), []).append(pair)
     notes += [
-        f"{matrix.devices[a]} - {matrix.devices[b]}: {printed[a, b].name} is printed, which fits "
-        f"no tree together with the other pairs; {level.name} is kept"
-        for (a, b), level in tree.farther
+        f"{some(pairs, 4)}: {said.name} is printed, which fits no tree together with the other "
+        f"pairs; {kept.name} is kept"
+        for (said, kept), pairs in farther.items()
     ]
     if tree.unplaced:
         notes.append(f"place on PCIe not known: {', '.join(tree.unplaced)}")
     if nics := [d for d in devices if d.kind is DeviceKind.NIC]:
         notes.append("the rates of the NICs' ports are not in the matrix")
         if nameless := [d.id for d in nics if "name" not in d.attributes]:
-            notes.append(f"names not in the legend: {', '.join(nameless)}")
+            notes.append(f"names not in the legend: {some(nameless, 16)}")
     else:
         notes.append("the matrix names no NIC; it lists RDMA verbs devices only")
     notes.append("CPUs, PCIe switches and their links are inferred from the classes of the pairs")
@@ -111,6 +116,7 @@ def _pairs(matrix: Matrix, notes: list[str]) -> tuple[dict[Pair, SmiClass], dict
     printed: dict[Pair, SmiClass] = {}
     nvlinks: dict[Pair, int] = {}
     unknown: dict[str, list[str]] = {}
+    unequal: dict[tuple[str, str], list[str]] = {}
     grid = matrix.grid()
     for a, b in combinations(range(len(matrix.devices)), 2):
         ends = (matrix.devices[a], matrix.devices[b])
@@ -122,7 +128,7 @@ def _pairs(matrix: Matrix, notes: list[str]) -> tuple[dict[Pair, SmiClass], dict
             what = f"{odd[0][:40]!r} is no class" if odd else "no class is printed"
             unknown.setdefault(what, []).append(pair)
         if len(known) == 2 and known[0] != known[1]:
-            notes.append(f"{pair}: {cells[0]} one way, {cells[1]} the other; the worse counts")
+            unequal.setdefault((cells[0], cells[1]), []).append(pair)
         if not known:
             continue
         level, links = max(known)
@@ -130,9 +136,11 @@ def _pairs(matrix: Matrix, notes: list[str]) -> tuple[dict[Pair, SmiClass], dict
             nvlinks[a, b] = -links
         else:
             printed[a, b] = SmiClass(level)
-    for what, pairs in unknown.items():
-        more = f" and {len(pairs) - 4} more" if len(pairs) > 4 else ""
-        notes.append(f"{what}: {', '.join(pairs[:4])}{more}; unknown")
+    notes += [
+        f"{some(pairs, 4)}: {there} one way, {back} the other; the worse counts"
+        for (there, back), pairs in unequal.items()
+    ]
+    notes += [f"{what}: {some(pairs, 4)}; unknown" for what, pairs in unknown.items()]
     return printed, nvlinks
 
 
@@ -247,13 +255,14 @@ def _unswitched(
     island: Sequence[int], peers: Mapping[int, Mapping[int, int]], ids: Sequence[str]
 ) -> list[str]:
     """Name the pairs that one NVSwitch would join with another number of links than printed."""
-    notes = []
+    odd: dict[tuple[int, int], list[str]] = {}
     own = {gpu: max(peers[gpu].values()) for gpu in island}
     for i, a in enumerate(island):
         for b in island[i + 1 :]:
             if (found := peers[a].get(b, 0)) != (over := min(own[a], own[b])):
-                notes.append(
-                    f"{ids[a]} - {ids[b]}: {found} NVLinks are printed, {over} follow from the "
-                    "other pairs over their NVSwitch"
-                )
-    return notes
+                odd.setdefault((found, over), []).append(f"{ids[a]} - {ids[b]}")
+    return [
+        f"{some(pairs, 4)}: {found} NVLinks are printed, {over} follow from the other pairs over "
+        "their NVSwitch"
+        for (found, over), pairs in odd.items()
+    ]

@@ -7,6 +7,7 @@ from itertools import combinations
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Device, DeviceKind, Link, LinkKind, Topology, validate
 from topo_ar.topology.readers.inferred_tree import Leaf, Pair, SmiClass, infer_tree
+from topo_ar.topology.wording import some
 
 FORMAT = "rocm-smi-topo"
 
@@ -122,11 +123,14 @@ def _pairs(
     links: list[Link] = []
     printed: dict[Pair, SmiClass] = {}
     routed, unknown, unsure = [], [], []
+    unequal: dict[str, list[str]] = {}
     for (i, a), (j, b) in combinations(enumerate(gpus), 2):
         pair = f"GPU{a} - GPU{b}"
         said = {cell for way in ((a, b), (b, a)) if (cell := kinds.get(way))}
         if len(said) > 1:
-            notes.append(f"{pair}: {' one way, '.join(sorted(said))} the other; PCIe counts")
+            counts = "PCIe counts" if "PCIE" in said else "neither counts"
+            what = f"{' one way, '.join(sorted(said))} the other; {counts}"
+            unequal.setdefault(what, []).append(pair)
         steps = {cell for way in ((a, b), (b, a)) if (cell := hops.get(way))}
         if said == {"XGMI"}:
             if not steps <= {"1"}:
@@ -141,13 +145,13 @@ def _pairs(
         else:
             unknown.append(pair)
     for pairs, what in (
+        *((pairs, what) for what, pairs in unequal.items()),
         (routed, "XGMI of more than one hop, so no link of their own"),
         (unsure, "hops not printed; taken to be joined directly"),
         (unknown, "kind of link not printed; unknown"),
     ):
         if pairs:
-            more = f" and {len(pairs) - 4} more" if len(pairs) > 4 else ""
-            notes.append(f"{', '.join(pairs[:4])}{more}: {what}")
+            notes.append(f"{some(pairs, 4)}: {what}")
     if links:
         notes.append("how many XGMI links join a pair is not in this output; one is entered")
     if printed:

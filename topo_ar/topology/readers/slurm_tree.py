@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Device, DeviceKind, Link, LinkKind, Topology, validate
+from topo_ar.topology.wording import some
 
 _NETWORK = "what the network is and how fast is not in the file; its links are entered as Ethernet"
 
@@ -41,14 +42,14 @@ def tree(switches: Sequence[Switch], name: str, notes: Sequence[str] = ()) -> To
     for child, line in missing.items():
         by_line.setdefault(line, []).append(child)
     said += [
-        f"line {line}: named but not described, so what hangs there is unknown: {_some(children)}"
+        f"line {line}: named but not described, so what hangs there is unknown: {some(children)}"
         for line, children in by_line.items()
     ]
     if several := [child for child, above in parents.items() if len(above) > 1]:
-        said.append(f"switches below several others: {_some(several)}")
+        said.append(f"switches below several others: {some(several)}")
     roots = [switch.name for switch in switches if switch.name not in parents]
     if len(roots) > 1:
-        said.append(f"what joins the top switches {_some(roots)} is not in the file")
+        said.append(f"what joins the top switches {some(roots)} is not in the file")
     links = [
         Link(switch.name, child, LinkKind.ETHERNET)
         for switch in switches
@@ -76,7 +77,7 @@ def blocks(
         for block in switches:
             by_size.setdefault(len(block.nodes), []).append(block.name)
         said += [
-            f"{size} nodes in {_some(names)}, but the smallest block size is {sizes[0]}"
+            f"{size} nodes in {some(names)}, but the smallest block size is {sizes[0]}"
             for size, names in by_size.items()
             if size != sizes[0]
         ]
@@ -139,11 +140,6 @@ def _with_hosts(
         links += [Link(host, switch, LinkKind.ETHERNET) for switch in dict.fromkeys(above)]
     several = [node for node, above in places.items() if len(above) > 1]
     if several:
-        notes.append(f"nodes in several places: {_some(several)}")
+        notes.append(f"nodes in several places: {some(several)}")
     notes.append("what is inside the nodes is not in the file, so there are no ranks")
     return validate(Topology(name, tuple(devices), tuple(links), (), tuple(notes)))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"{', '.join(names[:8])}{more}"

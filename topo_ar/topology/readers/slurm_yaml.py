@@ -12,7 +12,7 @@ from topo_ar.topology.readers.slurm_tree import Switch, blocks, tree
 FORMAT = "slurm-topology-yaml"
 
 _KINDS = ("tree", "block", "flat")
-_DEEPEST, _MOST_EVENTS = 32, 500_000
+_DEEPEST, _MOST_EVENTS = 32, 250_000
 
 Node = Any
 """A node of PyYAML, which knows its line."""

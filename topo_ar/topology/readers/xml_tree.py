@@ -12,7 +12,7 @@ from defusedxml import DefusedXmlException
 
 from topo_ar.errors import TopologyError
 
-_MAX_DEPTH = 256
+_MAX_DEPTH, _MAX_ELEMENTS = 256, 100_000
 # Beyond this a file holds noise, and a float would round.
 _LARGEST = 1 << 53
 
@@ -87,8 +87,8 @@ def parse(text: str, file: str) -> Element:
     Raises
     ------
     TopologyError
-        If `text` is not well-formed, declares entities or is nested too deeply; the message names
-        file and line.
+        If `text` is not well-formed, declares entities, is nested too deeply or has too many
+        elements; the message names file and line.
     """
     body = text.lstrip("\ufeff \t\r\n")
     builder = _Builder(file, text[: len(text) - len(body)].count("\n"))
@@ -114,6 +114,7 @@ class _Builder(ContentHandler):
         self.root: Element | None = None
         self.skipped = skipped
         self._file = file
+        self._count = 0
         self._open: list[Element] = []
         self._locator: Locator | None = None
 
@@ -124,6 +125,11 @@ class _Builder(ContentHandler):
         line = ((self._locator and self._locator.getLineNumber()) or 1) + self.skipped
         if len(self._open) >= _MAX_DEPTH:
             raise TopologyError(f"{self._file}:{line}: nested deeper than {_MAX_DEPTH} elements")
+        self._count += 1
+        if self._count > _MAX_ELEMENTS:
+            raise TopologyError(
+                f"{self._file}:{line}: more than {_MAX_ELEMENTS} elements; no machine has as many"
+            )
         element = Element(name, dict(attrs.items()), self._file, line)
         if self._open:
             self._open[-1].children.append(element)
