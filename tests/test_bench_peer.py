@@ -33,7 +33,11 @@ ranks = 1
 nics = ["1gbit"]
 rank_ids = [1]
 """
-WHO = "from mpi4py import MPI; import socket; print(MPI.COMM_WORLD.rank, socket.gethostname())"
+# One write, which lines of other ranks cannot part.
+WHO = (
+    "from mpi4py import MPI; import socket, sys; "
+    "sys.stdout.write(f'{MPI.COMM_WORLD.rank} {socket.gethostname()}\\n')"
+)
 
 
 def free_place():
