@@ -358,7 +358,7 @@ def _survivors(ranks, hosts, plan, way, victims, signum, seed):
 @pytest.mark.parametrize(
     ("hosts", "plan", "way"),
     [
-        ([0, 0, 0, 1], "auto", "sync"),
+        ([0, 0, 0, 1], "flat", "sync"),
         ([0, 0, 1, 1], "flat", "async"),
         ([0, 1, 2, 3], "flat", "max"),
     ],

@@ -35,8 +35,17 @@ def _loop(rank: int, world_size: int, hosts: list[int], timeout_s: float) -> dic
     return {}
 
 
-@pytest.mark.parametrize("victim", [1, 6])
-def test_survivors_of_a_killed_rank_raise_and_name_it(ranks, victim) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "victim"),
+    [
+        (blocks(2, 4), 1),
+        (blocks(2, 4), 6),
+        ([0, 0, 0, 0, 1, 1, 1, 2], 0),
+        ([0, 0, 0, 0, 1, 1, 1, 2], 7),
+    ],
+    ids=str,
+)
+def test_survivors_of_a_killed_rank_raise_and_name_it(ranks, hosts, victim) -> None:
     killed = []
 
     def on_message(run, rank, message) -> None:
@@ -44,7 +53,7 @@ def test_survivors_of_a_killed_rank_raise_and_name_it(ranks, victim) -> None:
             run.kill(victim)
             killed.append(time.monotonic())
 
-    outcomes = ranks.fresh(_loop, 8, blocks(2, 4), 30.0, deadline_s=25.0, on_message=on_message)
+    outcomes = ranks.fresh(_loop, 8, hosts, 30.0, deadline_s=25.0, on_message=on_message)
     assert outcomes[victim].exitcode == -signal.SIGKILL
     for outcome in outcomes:
         if outcome.rank == victim:

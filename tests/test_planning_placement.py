@@ -56,7 +56,7 @@ def test_rails_pair_ranks_near_the_same_nic():
     # The runtime knows ranks of a node by number: rank 4 is its first.
     schedule = lower(made, made.nbytes // 4, 4)
     chunk = compile_program(schedule, 4, 2 << 20)[0]
-    assert chunk.rail == (2, 4)
+    assert chunk.segments[0].rail == (2, 4)
     assert chunk.owners == (0, 1, 2, 3)
     leader = plan(levels, 4096, family=Family.HIERARCHICAL_LEADER)
     assert compile_program(lower(leader, 1024, 4), 4, 2 << 20)[0].owners == (1,)

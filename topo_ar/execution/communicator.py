@@ -53,7 +53,9 @@ class Communicator:
         The job's cluster, its ranks numbered as in `group`; probed when left out.
     plan : str or Plan
         ``"auto"`` lets the planner choose for every size, ``"flat"`` keeps to torch.distributed,
-        ``"hierarchical"`` excludes it; a `Plan` is used for tensors of its size.
+        ``"hierarchical"`` excludes it, ``"equal"`` gives all ranks and nodes equal shares whatever
+        their NICs carry, and a family's name insists on it; a `Plan` is used for tensors of its
+        size, its family for others.
     measure : bool
         Measure latency and payload rate of both levels first, about a second, and plan with them.
     timeout_s : float

@@ -47,5 +47,4 @@ class Chunk:
     unsent: int = 0
     added: bool = False
     copied_out: bool = False
-    peers: tuple[int, ...] = ()
     wire_begin: float = 0.0

@@ -7,6 +7,7 @@ import msgspec
 import torch.distributed as dist
 
 from topo_ar.execution.gather import Channel, agree_on_nonce, find_colocated
+from topo_ar.execution.reach import peers_of
 from topo_ar.execution.transports.rendezvous import connect, listen
 from topo_ar.execution.transports.segment import Owned
 from topo_ar.execution.transports.shm import Node, ordered_stores
@@ -38,7 +39,7 @@ class Job:
     node : Node
         The ranks of this host.
     flows : dict
-        A connection to the rank in the same place on each other host.
+        A connection to each rank of other hosts that `reach.peers_of` names.
     plain_reason : str or None
         Why every collective has to take the plain path; None when they need not.
 
@@ -66,7 +67,7 @@ class Job:
             rank = self.channel.rank
             mine = next(node for node in self.nodes if rank in node)
             self.node = Node(mine, rank, owned, colocation.peers)
-            self.flows = self._connect(mine)
+            self.flows = self._connect()
             for flow in self.flows.values():
                 undo.callback(flow.close)
             self._undo = undo.pop_all()
@@ -74,28 +75,25 @@ class Job:
     def _why_plain(self) -> str | None:
         if self.channel.world_size == 1:
             return "there is one rank"
-        if len({len(node) for node in self.nodes}) > 1:
-            return f"nodes hold {[len(node) for node in self.nodes]} ranks, not equally many"
         if not ordered_stores():
             return "this processor does not keep the order of stores that shared counters need"
         return None
 
-    def _connect(self, mine: tuple[int, ...]) -> dict[int, Flow]:
+    def _connect(self) -> dict[int, Flow]:
         # On the plain path no data takes these flows, but the news of a dead rank does.
         if self.plain_reason is not None:
             logger.info("plain all-reduce for everything: %s", self.plain_reason)
         channel = self.channel
-        at = mine.index(channel.rank)
-        rail = [node[at] for node in self.nodes if node != mine and at < len(node)]
+        peers = peers_of(self.nodes, channel.rank)
         nonce = agree_on_nonce(channel)
         with listen(channel.address) as listener:
             announced = channel.all_gather(
                 msgspec.json.encode((channel.address, listener.getsockname()[1]))
             )
             addresses = {
-                rank: msgspec.json.decode(announced[rank], type=tuple[str, int]) for rank in rail
+                peer: msgspec.json.decode(announced[peer], type=tuple[str, int]) for peer in peers
             }
-            return connect(listener, channel.rank, rail, addresses, nonce, _SETUP_TIMEOUT_S)
+            return connect(listener, channel.rank, peers, addresses, nonce, _SETUP_TIMEOUT_S)
 
     def close(self) -> None:
         """Close every connection and release the memory; for once, by who used them last."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from topo_ar.errors import ExecutionError
 from topo_ar.execution.flight import Chunk, Collective, Span
 from topo_ar.execution.kernels import Array
-from topo_ar.execution.program import ChunkProgram
-from topo_ar.execution.transports.segment import RESULT_SLOTS, Counter
+from topo_ar.execution.program import Segment
+from topo_ar.execution.transports.segment import Counter
 from topo_ar.execution.transports.shm import Node
 from topo_ar.execution.transports.tcp import Flow, Kind
 from topo_ar.planning.schedule import Stage
@@ -34,7 +34,7 @@ class Pipeline:
     rank : int
         This rank in the schedule's numbering.
     flows : dict
-        A flow to every rail peer.
+        A flow to every peer on another node that a program may name.
     slot_nbytes : int
         Capacity of one slot.
     """
@@ -49,6 +49,7 @@ class Pipeline:
         self.finished: Callable[[Collective], None] = lambda collective: None
         self.spans: list[Span] | None = None
         self._flows = list(flows.values())
+        self._next_free = 0
         self._frames = 0  # expected from peers or not yet sent to them
         self.chunks: dict[int, Chunk] = {}
         self._sums = [np.empty(0, np.uint8)] * SUM_SLOTS
@@ -63,36 +64,12 @@ class Pipeline:
         """Append the chunks of `collective`; every rank does so in the same order."""
         collective.first = self.end
         for program in collective.program:
-            chunk = Chunk(collective, program)
-            chunk.peers = tuple(r for r in program.rail if r != self.rank)
-            if program.parts:
-                self._expect_parts(chunk)
-            else:
-                for peer in chunk.peers:
-                    chunk.awaited += 1
-                    self._expect(peer)
+            chunk = Chunk(collective, program, program.awaited, program.gathering)
+            for peer, frames in program.expected:
+                self.flows[peer].outstanding += frames
+                self._frames += frames
             self.chunks[self.end] = chunk
             self.end += 1
-
-    def _expect_parts(self, chunk: Chunk) -> None:
-        program = chunk.program
-        for peer, (begin, end) in zip(program.rail, program.parts, strict=True):
-            if peer == self.rank:
-                continue
-            mine = self._my_part(program)
-            if mine[1] > mine[0]:
-                chunk.awaited += 1
-                self._expect(peer)
-            if end > begin:
-                chunk.gathering += 1
-                self._expect(peer)
-
-    def _expect(self, peer: int) -> None:
-        self.flows[peer].outstanding += 1
-        self._frames += 1
-
-    def _my_part(self, program: ChunkProgram) -> tuple[int, int]:
-        return program.parts[program.rail.index(self.rank)]
 
     def turn(self) -> bool:
         """Try every lane once, nearest to the wire first; return whether anything moved."""
@@ -154,8 +131,8 @@ class Pipeline:
         return True
 
     def _reducible(self, index: int, chunk: Chunk) -> bool:
-        if not chunk.peers:
-            return self._result_free(index)
+        if not chunk.program.segments:
+            return self.node.result_free(index)
         before = self.chunks.get(index - SUM_SLOTS)
         return before is None or (before.added and before.unsent == 0)
 
@@ -181,7 +158,7 @@ class Pipeline:
             ]
         else:
             sources = [self._input(chunk, begin, end)]
-        if not chunk.peers:
+        if not program.segments:
             out = self._result(index, chunk, begin, end)
             kernel.sum_into(out, sources, collective.divisor)
             return
@@ -190,56 +167,43 @@ class Pipeline:
         out = self._sum(index, chunk, begin, end)
         kernel.sum_into(out, sources, early)
         chunk.wire_begin = chunk.wire_begin or time.monotonic()
-        if program.parts:
-            self._send_contributions(index, chunk)
-        else:
-            for peer in chunk.peers:
-                self._send(peer, Kind.EXCHANGE, index, chunk, out)
-
-    def _send_contributions(self, index: int, chunk: Chunk) -> None:
-        program = chunk.program
-        for peer, (begin, end) in zip(program.rail, program.parts, strict=True):
-            if peer != self.rank and end > begin:
-                part = self._sum(index, chunk, begin, end)
-                self._send(peer, Kind.CONTRIBUTION, index, chunk, part)
+        for segment in program.segments:
+            kind = Kind.CONTRIBUTION if segment.parts else Kind.EXCHANGE
+            for peer, first, last in segment.outgoing:
+                piece = out[first - begin : last - begin]
+                self._send(peer, kind, index, chunk, piece, segment.number)
 
     def _add(self) -> bool:
         index = self.next_add
         chunk = self.chunks[index]
-        if chunk.peers:
-            if chunk.awaited or not self._result_free(index):
+        if chunk.program.segments:
+            if chunk.awaited or not self.node.result_free(index):
                 return False
-            self._add_shard(index, chunk)
+            for segment in chunk.program.segments:
+                if segment.part[1] > segment.part[0]:
+                    self._add_segment(index, chunk, segment)
         chunk.added = True
         self.next_add = index + 1
         return True
 
-    def _add_shard(self, index: int, chunk: Chunk) -> None:
-        program, collective = chunk.program, chunk.collective
-        begin, end = program.shard_begin, program.shard_end
-        if program.parts:
-            begin, end = self._my_part(program)
-        if end == begin:
-            return
-        stage = Stage.INTER_REDUCE_SCATTER if program.parts else Stage.INTER_EXCHANGE
+    def _add_segment(self, index: int, chunk: Chunk, segment: Segment) -> None:
+        kernel = chunk.collective.kernel
+        begin, end = segment.part
         started = time.monotonic()
         sources = [
             self._sum(index, chunk, begin, end)
             if peer == self.rank
-            else self._arrival(peer, index, (end - begin) * chunk.collective.kernel.itemsize).view(
-                collective.kernel.storage
-            )
-            for peer in program.rail
+            else self._arrival(peer, index, chunk, segment).view(kernel.storage)
+            for peer in segment.rail
         ]
         out = self._result(index, chunk, begin, end)
-        collective.kernel.sum_into(
-            out, sources, 1 if collective.kernel.rounds else collective.divisor
-        )
-        self._span(stage, index, "add", started)
-        if program.parts:
+        kernel.sum_into(out, sources, 1 if kernel.rounds else chunk.collective.divisor)
+        self._span(segment.stage, index, "add", started)
+        if segment.parts:
             chunk.wire_begin = time.monotonic()
-            for peer in chunk.peers:
-                self._send(peer, Kind.RESULT, index, chunk, out)
+            for peer in segment.rail:
+                if peer != self.rank:
+                    self._send(peer, Kind.RESULT, index, chunk, out, segment.number)
 
     def _publish(self) -> bool:
         index = self.next_publish
@@ -262,18 +226,18 @@ class Pipeline:
         self._span(Stage.INTRA_ALL_GATHER, index, "copy out", begin)
         chunk.copied_out = True
         self.next_out = index + 1
-        node.advance(Counter.COPIED_OUT, self.next_out)
         self._retire(index, chunk)
         if self.next_out == chunk.collective.end:
             self.finished(chunk.collective)
         return True
 
-    def destination(self, flow: Flow, kind: int, index: int, fingerprint: int) -> memoryview | None:
+    def destination(
+        self, flow: Flow, kind: int, index: int, fingerprint: int, segment: int
+    ) -> memoryview | None:
         """Return where a frame's payload belongs, or None until that place is free."""
         if index >= self.end:
             return None
         chunk = self.chunks[index]
-        program = chunk.program
         if fingerprint != chunk.collective.fingerprint:
             raise ExecutionError(
                 f"collective {chunk.collective.number}: rank {flow.rank} runs another size, dtype, "
@@ -284,18 +248,16 @@ class Pipeline:
             )
         if not chunk.wire_begin:
             chunk.wire_begin = time.monotonic()
+        segments = chunk.program.segments
+        place = segments[segment - segments[0].number]
         if kind == Kind.RESULT:
-            if not self._result_free(index):
+            if not self.node.result_free(index):
                 return None
-            begin, end = program.parts[program.rail.index(flow.rank)]
+            begin, end = place.parts[place.rail.index(flow.rank)]
             return self._result(index, chunk, begin, end).data.cast("B")
         if index >= self.next_add + SUM_SLOTS:
             return None
-        begin, end = program.shard_begin, program.shard_end
-        if program.parts:
-            begin, end = self._my_part(program)
-        nbytes = (end - begin) * chunk.collective.kernel.itemsize
-        return self._arrival(flow.rank, index, nbytes).data
+        return self._arrival(flow.rank, index, chunk, place).data
 
     def arrived(self, flow: Flow, kind: int, index: int) -> None:
         """Count a complete frame."""
@@ -308,10 +270,11 @@ class Pipeline:
             return
         chunk.awaited -= 1
         if not chunk.awaited:
-            stage = Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE
-            self._span(stage, index, "wire", chunk.wire_begin)
+            self._span(chunk.program.segments[0].stage, index, "wire", chunk.wire_begin)
 
-    def _send(self, peer: int, kind: Kind, index: int, chunk: Chunk, payload: Array) -> None:
+    def _send(
+        self, peer: int, kind: Kind, index: int, chunk: Chunk, payload: Array, segment: int
+    ) -> None:
         chunk.unsent += 1
         self._frames += 1
 
@@ -321,16 +284,32 @@ class Pipeline:
             self._retire(index, chunk)
 
         self.flows[peer].send(
-            kind, index, chunk.collective.fingerprint, payload.data.cast("B"), done
+            kind, index, chunk.collective.fingerprint, payload.data.cast("B"), done, segment
         )
 
     def _retire(self, index: int, chunk: Chunk) -> None:
-        if chunk.copied_out and chunk.unsent == 0:
+        if not chunk.copied_out:
+            return
+        if chunk.unsent == 0:
             self.chunks.pop(index, None)
+        if index == self._next_free:
+            self._free()
 
-    def _result_free(self, index: int) -> bool:
-        from_before = self.chunks.get(index - RESULT_SLOTS)
-        return (from_before is None or from_before.unsent == 0) and self.node.result_free(index)
+    def _free(self) -> None:
+        """Let the node write over results that are copied out and, where others get them, sent.
+
+        Shards of another chunk in the same slot may lie elsewhere, so that it is not always their
+        own bytes that ranks write over.
+        """
+        index = self._next_free
+        while index < self.next_out:
+            unsent = self.chunks.get(index)
+            if unsent is not None and unsent.program.segments[0].parts:
+                break
+            index += 1
+        if index > self._next_free:
+            self._next_free = index
+            self.node.advance(Counter.COPIED_OUT, index)
 
     def _input(self, chunk: Chunk, begin: int, end: int) -> Array:
         return chunk.collective.buffer[begin:end]
@@ -347,8 +326,15 @@ class Pipeline:
         slot = _grown(self._sums, index % SUM_SLOTS, self.slot_nbytes)
         return self._slice(slot, chunk, begin, end)
 
-    def _arrival(self, peer: int, index: int, nbytes: int) -> NDArray[np.uint8]:
-        return _grown(self._arrivals[peer], index % SUM_SLOTS, nbytes)[:nbytes]
+    def _arrival(self, peer: int, index: int, chunk: Chunk, segment: Segment) -> NDArray[np.uint8]:
+        itemsize = chunk.collective.kernel.itemsize
+        begin, end = segment.part
+        at = segment.arrive_at
+        # Room for all segments at once: growing would lose those that are here already.
+        slot = _grown(
+            self._arrivals[peer], index % SUM_SLOTS, chunk.program.arriving_numel * itemsize
+        )
+        return slot[at * itemsize : (at + end - begin) * itemsize]
 
     def _span(self, stage: Stage, index: int, what: str, begin: float) -> None:
         if self.spans is not None:

@@ -9,6 +9,8 @@ import torch
 from topo_ar.errors import PlanError
 from topo_ar.execution.kernels import Kernel, supported
 from topo_ar.execution.program import ChunkProgram, compile_program
+from topo_ar.execution.reach import Reach
+from topo_ar.planning.equal_shares import with_equal_shares
 from topo_ar.planning.lowering import lower
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.planning.planner import plan as make_plan
@@ -18,8 +20,8 @@ from topo_ar.topology.model import Topology, topology_hash
 
 logger = logging.getLogger("topo_ar")
 
-# What `program` compiles; every other family is planned, but not yet run.
-EXECUTABLE = frozenset(
+# What the stages of NCCL run: nodes of equal numbers of ranks and equal shares.
+EXECUTABLE_ON_CUDA = frozenset(
     {
         Family.FLAT_RING,
         Family.HIERARCHICAL_SEQUENTIAL,
@@ -27,8 +29,12 @@ EXECUTABLE = frozenset(
         Family.HIERARCHICAL_LEADER,
     }
 )
+# What `program` compiles; every other family is planned, but not yet run.
+EXECUTABLE = EXECUTABLE_ON_CUDA | {Family.HIERARCHICAL_WEIGHTED}
 
-MODES = ("auto", "flat", "hierarchical")
+# Plans that are asked for by name: the choice of the planner, no hierarchy, the best hierarchy,
+# equal shares whatever the NICs carry, or a family.
+MODES = ("auto", "flat", "hierarchical", "equal", *sorted(EXECUTABLE))
 _MOST_KEPT = 1024
 
 
@@ -58,7 +64,7 @@ class Plans:
     rank : int
         This rank.
     mode : str or Plan
-        One of `MODES`, or a `Plan` for tensors of its size.
+        One of `MODES`, or a `Plan` for tensors of its size; its family serves other sizes.
     plain_reason : str or None
         Why everything takes the plain path, if it does.
     slot_nbytes : int
@@ -88,6 +94,7 @@ class Plans:
         self._mode = mode
         self._plain_reason = plain_reason
         self._slot_nbytes = slot_nbytes
+        self._reach = Reach(nodes)
         self._kept: dict[tuple[int, torch.dtype, str], Prepared] = {}
 
     @property
@@ -101,19 +108,34 @@ class Plans:
         Raises
         ------
         PlanError
-            If no plan can be made.
+            If no plan can be made, or the one that is asked for cannot run.
         """
-        family: Family | None = None
-        if self._plain_reason is not None or self._mode == "flat":
+        mode, family = self._mode, self._family
+        if self._plain_reason is not None:
             family = Family.FLAT_RING
-        elif isinstance(self._mode, Plan):
-            if self._mode.nbytes == nbytes:
-                return self._mode
-            family = self._mode.family
+        if family is not None and family not in _executable(device):
+            raise PlanError(f"{family} cannot run on {device}; use {Family.FLAT_RING} there")
+        if isinstance(mode, Plan) and mode.family is family and mode.nbytes == nbytes:
+            return mode
         plan = self._plan(nbytes, itemsize, device, family)
-        if self._mode == "hierarchical" and plan.family is Family.FLAT_RING and family is None:
-            plan = self._plan(nbytes, itemsize, device, Family.HIERARCHICAL_PIPELINED)
+        if mode == "equal" and plan.family is Family.HIERARCHICAL_WEIGHTED:
+            return with_equal_shares(plan, self._levels, CPU_RUNTIME)
+        if mode == "hierarchical" and plan.family is Family.FLAT_RING and family is None:
+            staged = [
+                a for a in plan.alternatives if not a.excluded and a.family is not plan.family
+            ]
+            if staged:
+                best = min(staged, key=lambda alternative: alternative.seconds)
+                plan = self._plan(nbytes, itemsize, device, best.family)
         return plan
+
+    @property
+    def _family(self) -> Family | None:
+        """The family that is asked for; None where the planner chooses."""
+        if isinstance(self._mode, Plan):
+            return self._mode.family
+        asked = {"flat": Family.FLAT_RING, "equal": Family.HIERARCHICAL_WEIGHTED}
+        return asked.get(self._mode) or (Family(self._mode) if self._mode in EXECUTABLE else None)
 
     def _plan(self, nbytes: int, itemsize: int, device: str, family: Family | None) -> Plan:
         return make_plan(
@@ -122,7 +144,7 @@ class Plans:
             topology_hash=self._topology_hash,
             itemsize=itemsize,
             family=family,
-            families=EXECUTABLE,
+            families=_executable(device),
             runtime=GPU_RUNTIME if device == "cuda" else CPU_RUNTIME,
             max_chunk_nbytes=None if device == "cuda" else self._slot_nbytes,
         )
@@ -150,13 +172,28 @@ class Plans:
             if self._rank == 0:  # equal on all ranks
                 logger.info("plan for %d bytes: %s", tensor.nbytes, plan.reason)
             if supported(tensor.dtype):
-                schedule = lower(plan, tensor.numel(), tensor.itemsize)
-                program = compile_program(schedule, self._rank, self._slot_nbytes)
+                program = self._program(plan, tensor)
                 kernel = Kernel(tensor.dtype)
             else:
                 logger.info("plain all-reduce for %s", tensor.dtype)
         digest = hashlib.sha256(f"{plan.hash} {tensor.dtype}".encode()).digest()
         return Prepared(plan, program, kernel, int.from_bytes(digest[:8], "little", signed=True))
+
+    def _program(self, plan: Plan, tensor: torch.Tensor) -> tuple[ChunkProgram, ...] | None:
+        schedule = lower(plan, tensor.numel(), tensor.itemsize)
+        missing = self._reach.missing(schedule)
+        if missing and plan is self._mode:
+            raise PlanError(f"the plan cannot run: {missing}")
+        if missing:
+            logger.warning(
+                "plain all-reduce for %d bytes: %s %s", plan.nbytes, plan.family, missing
+            )
+            return None
+        return compile_program(schedule, self._rank, self._slot_nbytes)
+
+
+def _executable(device: str) -> frozenset[Family]:
+    return EXECUTABLE_ON_CUDA if device == "cuda" else EXECUTABLE
 
 
 def _require_fit(

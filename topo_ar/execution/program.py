@@ -1,11 +1,60 @@
 """What one rank does for each chunk of a schedule: the schedule read from its point of view."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topo_ar.errors import PlanError
 from topo_ar.planning.chunks import tapered_chunks
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
-from topo_ar.planning.step_list import cut
+from topo_ar.planning.step_list import Interval, cut
+
+# Chunks inside one node: whole lines of the cache, whatever the number of ranks.
+_NODE_ALIGN_NBYTES = 4096
+BETWEEN = (Stage.INTER_EXCHANGE, Stage.INTER_REDUCE_SCATTER)
+_RUNS = {
+    *BETWEEN,
+    Stage.INTRA_REDUCE_SCATTER,
+    Stage.INTER_ALL_GATHER,
+    Stage.INTRA_ALL_GATHER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a rank's shard that the same ranks own on all nodes; intervals are elements.
+
+    Attributes
+    ----------
+    number : int
+        Its place among the segments of the chunk over all ranks: its name on the wire.
+    begin, end : int
+        The interval.
+    rail : tuple of int
+        The ranks that own it, one per node, in the order in which they are added.
+    parts : tuple of (int, int)
+        The part of each rail member when the rail first reduce-scatters; empty for an exchange.
+    part : (int, int)
+        What this rank sums up: its own of `parts`, or all in an exchange. May be empty.
+    outgoing : tuple of (int, int, int)
+        Each peer that gets a piece of this rank's sum, with the interval.
+    arrive_at : int
+        Where a peer's share of `part` goes among what arrives from it for the chunk.
+    """
+
+    number: int
+    begin: int
+    end: int
+    rail: tuple[int, ...]
+    parts: tuple[Interval, ...]
+    part: Interval
+    outgoing: tuple[tuple[int, int, int], ...]
+    arrive_at: int
+
+    @property
+    def stage(self) -> Stage:
+        """The stage in which the rail adds."""
+        return Stage.INTER_REDUCE_SCATTER if self.parts else Stage.INTER_EXCHANGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +68,16 @@ class ChunkProgram:
     shard_begin, shard_end : int
         The part that this rank owns within its node; may be empty.
     owners : tuple of int
-        Local ranks whose part is not empty.
-    rail : tuple of int
-        The ranks that hold the same part, one per node, this rank among them; empty on one node
-        or for an empty part.
-    parts : tuple of (int, int)
-        The part of each rail member when the rail first reduce-scatters; empty for an exchange.
+        Local ranks of this node whose part is not empty.
+    segments : tuple of Segment
+        What tiles the shard, in order; one where all nodes have equal shards, none on one node or
+        for an empty shard.
+    expected : tuple of (int, int)
+        Each rail peer with the number of frames that it sends.
+    awaited, gathering : int
+        Frames to be added, and frames of results.
+    arriving_numel : int
+        Elements that a peer sends at most to be added.
     """
 
     begin: int
@@ -32,14 +85,19 @@ class ChunkProgram:
     shard_begin: int
     shard_end: int
     owners: tuple[int, ...]
-    rail: tuple[int, ...]
-    parts: tuple[tuple[int, int], ...]
+    segments: tuple[Segment, ...] = ()
+    expected: tuple[tuple[int, int], ...] = ()
+    awaited: int = 0
+    gathering: int = 0
+    arriving_numel: int = 0
 
 
 def compile_program(
     schedule: Schedule, rank: int, slot_nbytes: int
 ) -> tuple[ChunkProgram, ...] | None:
     """Return what `rank` does chunk by chunk, or None for a flat all-reduce.
+
+    What cannot run is refused on every rank, also on those that have no part in it.
 
     Parameters
     ----------
@@ -55,73 +113,118 @@ def compile_program(
     PlanError
         If the schedule has a step this runtime cannot run or a chunk that does not fit.
     """
-    mine = [step for step in schedule.steps if rank in step.group]
-    if any(step.op is Op.ALL_REDUCE for step in mine):
-        if len(mine) != 1:
+    steps = schedule.steps
+    if any(step.op is Op.ALL_REDUCE for step in steps):
+        if len(steps) != 1:
             raise PlanError("a flat all-reduce cannot be mixed with other steps")
         return None
-    by_chunk: dict[int, dict[Stage, Step]] = {}
-    for step in mine:
-        stages = by_chunk.setdefault(step.chunk, {})
-        if step.stage in stages:
-            raise PlanError(f"step {step.index} repeats stage {step.stage} of chunk {step.chunk}")
-        stages[step.stage] = step
-    chunks = tuple(_compile_chunk(by_chunk[key], rank) for key in sorted(by_chunk))
-    for number, chunk in enumerate(chunks):
-        nbytes = (chunk.end - chunk.begin) * schedule.itemsize
+    by_chunk: dict[int, list[Step]] = {}
+    for step in steps:
+        if step.stage not in _RUNS:
+            raise PlanError(f"step {step.index} is {step.stage}, which this runtime cannot run")
+        by_chunk.setdefault(step.chunk, []).append(step)
+    programs = []
+    for chunk in sorted(by_chunk):
+        program = _compile_chunk(by_chunk[chunk], rank)
+        nbytes = (program.end - program.begin) * schedule.itemsize
         if nbytes > slot_nbytes:
             raise PlanError(
-                f"chunk {number} has {nbytes} bytes and a slot {slot_nbytes}; "
+                f"chunk {chunk} has {nbytes} bytes and a slot {slot_nbytes}; "
                 "plan with a smaller largest chunk"
             )
-    return chunks
+        programs.append(program)
+    return tuple(programs)
 
 
-def _compile_chunk(stages: dict[Stage, Step], rank: int) -> ChunkProgram:
-    scatter = stages.get(Stage.INTRA_REDUCE_SCATTER)
-    exchange = stages.get(Stage.INTER_EXCHANGE)
-    inter = stages.get(Stage.INTER_REDUCE_SCATTER)
-    rail = exchange or inter
-    if scatter is not None:
-        shards = scatter.shards
-        shard = shards[scatter.group.index(rank)]
-        # A plan may order the ranks of a node by their NICs; local ranks go by number.
-        by_number = sorted(scatter.group)
-        owners = tuple(
-            sorted(
-                by_number.index(owner)
-                for owner, (begin, end) in zip(scatter.group, shards, strict=True)
-                if end > begin
-            )
+def _compile_chunk(steps: Sequence[Step], rank: int) -> ChunkProgram:
+    node: tuple[int, ...] = (rank,)
+    shards: Sequence[Interval] = ()
+    rails = []
+    for step in steps:
+        if step.stage in BETWEEN:
+            rails.append(step)
+        elif step.stage is Stage.INTRA_REDUCE_SCATTER and rank in step.group:
+            if shards:
+                raise PlanError(
+                    f"step {step.index} repeats stage {step.stage} of chunk {step.chunk}"
+                )
+            node, shards = step.group, step.shards
+    own = [(number, step) for number, step in enumerate(rails) if rank in step.group]
+    if not shards:
+        if not own:
+            raise PlanError(f"rank {rank} has a chunk without a reduction")
+        shards = ((_hull(own[0][1])[0], _hull(own[-1][1])[1]),)
+    # A plan may order the ranks of a node by their NICs; local ranks go by number.
+    by_number = sorted(node)
+    owners = tuple(
+        sorted(
+            by_number.index(owner)
+            for owner, (begin, end) in zip(node, shards, strict=True)
+            if end > begin
         )
-    elif rail is not None:
-        shards = rail.shards
-        shard = (min(s[0] for s in shards), max(s[1] for s in shards))
-        owners = (0,)
-    else:
-        raise PlanError(f"rank {rank} has a chunk without a reduction")
-    return ChunkProgram(
-        begin=min(s[0] for s in shards),
-        end=max(s[1] for s in shards),
-        shard_begin=shard[0],
-        shard_end=shard[1],
-        owners=owners,
-        rail=rail.group if rail is not None else (),
-        parts=inter.shards if inter is not None else (),
     )
+    segments = _segments(own, rank)
+    frames = Counter[int]()
+    awaited = gathering = 0
+    for segment in segments:
+        for at, peer in enumerate(segment.rail):
+            if peer == rank:
+                continue
+            adds = segment.part[1] > segment.part[0]
+            gets = bool(segment.parts) and segment.parts[at][1] > segment.parts[at][0]
+            awaited += adds
+            gathering += gets
+            frames[peer] += adds + gets
+    return ChunkProgram(
+        min(begin for begin, _ in shards),
+        max(end for _, end in shards),
+        *shards[node.index(rank)],
+        owners,
+        segments,
+        tuple(frames.items()),
+        awaited,
+        gathering,
+        sum(segment.part[1] - segment.part[0] for segment in segments),
+    )
+
+
+def _segments(own: Sequence[tuple[int, Step]], rank: int) -> tuple[Segment, ...]:
+    """Return the segments of a rank, given its steps between nodes and their places."""
+    segments: list[Segment] = []
+    arrive_at = 0
+    for number, step in own:
+        begin, end = _hull(step)
+        parts = step.shards if step.op is Op.REDUCE_SCATTER else ()
+        part = step.shards[step.group.index(rank)]
+        if segments and segments[-1].end != begin:
+            raise PlanError(f"step {step.index} leaves a gap between the segments of rank {rank}")
+        outgoing = tuple(
+            (peer, *piece)
+            for peer, piece in zip(step.group, step.shards, strict=True)
+            if peer != rank and piece[1] > piece[0]
+        )
+        segments.append(Segment(number, begin, end, step.group, parts, part, outgoing, arrive_at))
+        arrive_at += part[1] - part[0]
+    return tuple(segments)
+
+
+def _hull(step: Step) -> Interval:
+    return min(begin for begin, _ in step.shards), max(end for _, end in step.shards)
 
 
 def node_program(
     numel: int, num_local: int, local_rank: int, itemsize: int, slot_nbytes: int
 ) -> tuple[ChunkProgram, ...]:
-    """Return an all-reduce among the ranks of one node alone, whatever the job's other nodes do."""
+    """Return an all-reduce among the ranks of one node alone, whatever the job's other nodes do.
+
+    It has as many chunks on every node, for the chunks of a job are counted in one sequence.
+    """
     chunks = []
     begin = 0
-    align = 16 * num_local * itemsize
-    for nbytes in tapered_chunks(numel * itemsize, align, slot_nbytes):
+    for nbytes in tapered_chunks(numel * itemsize, _NODE_ALIGN_NBYTES, slot_nbytes):
         end = begin + nbytes // itemsize
         shards = cut(begin, end, [1] * num_local)
         owners = tuple(i for i, (first, last) in enumerate(shards) if last > first)
-        chunks.append(ChunkProgram(begin, end, *shards[local_rank], owners, (), ()))
+        chunks.append(ChunkProgram(begin, end, *shards[local_rank], owners))
         begin = end
     return tuple(chunks)

@@ -57,8 +57,8 @@ def waits_for(pipeline: Pipeline) -> Wait:
     if chunk.awaited or chunk.gathering:
         stage = Stage.INTER_ALL_GATHER
         if chunk.awaited:
-            stage = Stage.INTER_REDUCE_SCATTER if chunk.program.parts else Stage.INTER_EXCHANGE
-        late = tuple(peer for peer in chunk.peers if pipeline.flows[peer].outstanding)
+            stage = chunk.program.segments[0].stage
+        late = tuple(peer for peer, _ in chunk.program.expected if pipeline.flows[peer].outstanding)
         return Wait(stage, late, "have not sent their part", 1)
     late = _late(pipeline, Counter.PUBLISHED, index)
     return Wait(Stage.INTRA_ALL_GATHER, late, "have not published their shard", 2)

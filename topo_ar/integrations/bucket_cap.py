@@ -83,7 +83,7 @@ def _plan(
     cap_mib: float | None = None,
     policy: Policy | None = None,
 ) -> TrainingPlan:
-    mode = plan if isinstance(plan, str) else MODES[0]
+    mode = plan if plan in MODES else MODES[0]
     return plan_training(
         levels(communicator.topology),
         backward,

@@ -34,8 +34,9 @@ class Counter:
     """Indices of int64 words in the counter page; each has a cache line of its own.
 
     The first four only ever grow: the number of chunks that this rank has copied in, reduced (its
-    shard), published (its shard of the result) and copied out. Plain integers, because an enum's
-    look-up would show in the event loop.
+    shard), published (its shard of the result) and copied out, with its part of the result sent to
+    the other nodes where they need it. Plain integers, because an enum's look-up would show in the
+    event loop.
     """
 
     COPIED_IN: Final = 0 * _WORDS_PER_LINE

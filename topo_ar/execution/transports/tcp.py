@@ -1,8 +1,8 @@
 """One non-blocking TCP flow between two ranks, framed, with a peer's death seen at once.
 
-A frame is a 32-byte header (kind, chunk number, fingerprint of the collective, payload size) and a
-payload that is read straight into its destination. An ``ABORT`` frame carries the text of the
-failure that ends the job, so that every rank can name the culprit.
+A frame is a 32-byte header (kind, chunk number and segment of it, fingerprint of the collective,
+payload size) and a payload that is read straight into its destination. An ``ABORT`` frame carries
+the text of the failure that ends the job, so that every rank can name the culprit.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from topo_ar.errors import ExecutionError
 
-_HEADER: Final = struct.Struct("<IIqqQ")
+_HEADER: Final = struct.Struct("<IHHqqQ")
 _MAGIC: Final = 0x544F504F
 _BUFFER_NBYTES: Final = 4 << 20
 _TEXT_LIMIT_NBYTES: Final = 4096
@@ -37,7 +37,7 @@ class Receiver(Protocol):
     """Where arriving frames go."""
 
     def destination(
-        self, flow: "Flow", kind: int, index: int, fingerprint: int
+        self, flow: "Flow", kind: int, index: int, fingerprint: int, segment: int
     ) -> memoryview | None:
         """Return the memory for a frame, or None while its place is not free yet."""
 
@@ -77,6 +77,7 @@ class Flow:
         self._header_view = memoryview(self._header)
         self._header_fill = 0
         self._kind = 0
+        self._segment = 0
         self._index = 0
         self._fingerprint = 0
         self._size = 0
@@ -99,9 +100,10 @@ class Flow:
         fingerprint: int,
         payload: memoryview,
         done: Callable[[], None],
+        segment: int = 0,
     ) -> None:
         """Queue a frame; `done` is called when its last byte has left `payload`."""
-        header = _HEADER.pack(_MAGIC, kind, index, fingerprint, payload.nbytes)
+        header = _HEADER.pack(_MAGIC, kind, segment, index, fingerprint, payload.nbytes)
         self._queue.append((memoryview(header), payload, done))
 
     def flush(self) -> bool:
@@ -162,7 +164,9 @@ class Flow:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _parse_header(self) -> None:
-        magic, self._kind, self._index, self._fingerprint, self._size = _HEADER.unpack(self._header)
+        magic, self._kind, self._segment, self._index, self._fingerprint, self._size = (
+            _HEADER.unpack(self._header)
+        )
         if magic != _MAGIC:
             raise ExecutionError(
                 f"the stream from rank {self.rank} is not ours (magic {magic:#x}); "
@@ -173,7 +177,9 @@ class Flow:
     def _find_target(self, receiver: Receiver) -> memoryview | None:
         if self._kind == Kind.ABORT:
             return memoryview(bytearray(min(self._size, _TEXT_LIMIT_NBYTES)))
-        target = receiver.destination(self, self._kind, self._index, self._fingerprint)
+        target = receiver.destination(
+            self, self._kind, self._index, self._fingerprint, self._segment
+        )
         if target is not None and target.nbytes != self._size:
             raise ExecutionError(
                 f"rank {self.rank} sent {self._size} bytes for chunk {self._index} where "
@@ -229,7 +235,7 @@ class Flow:
                 said = bytes(self._target[: self._target_fill]) + unread[:at]
                 return self._aborted(said)
         while at + _HEADER.size <= len(unread):
-            _, kind, _, _, size = _HEADER.unpack_from(unread, at)
+            _, kind, _, _, _, size = _HEADER.unpack_from(unread, at)
             at += _HEADER.size
             if kind == Kind.ABORT:
                 return self._aborted(unread[at : at + size])
