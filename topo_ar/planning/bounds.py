@@ -49,10 +49,11 @@ class GraphBound:
         The edges, as (tail, head), that the bound is a weighted sum of the bandwidths of: those of
         the cut, and where several cuts limit together, of all of them.
     kind : str
-        ``all_gather_cut`` and ``reduce_scatter_cut`` are exact. ``all_reduce_lp`` is the optimum of
-        the linear program; ``all_reduce_lp_symmetric`` the same, with one variable for all that
-        may change places. ``all_reduce_cut`` is proven, but may be out of reach: it knows the ports
-        of ranks and machines only.
+        ``all_gather_cut`` and ``reduce_scatter_cut`` are exact where every switch can send out as
+        much as it takes in (links are full duplex), and upper limits elsewhere. ``all_reduce_lp``
+        is the optimum of the linear program; ``all_reduce_lp_symmetric`` the same, with one
+        variable for all that may change places. ``all_reduce_cut`` is proven, but may be out of
+        reach: it knows the ports of ranks and machines only.
     tight : bool
         Whether `algbw` is the optimum of what `kind` stands for, not just an upper limit.
     """
