@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from tests.foreign import foreign
 from topo_ar.data.published_nccl import choices, measurements, scaling, systems
 from topo_ar.errors import PlanError
 from topo_ar.planning.level_bounds import all_reduce_lower_bound
@@ -24,7 +26,9 @@ from topo_ar.planning.plan import Family
 from topo_ar.planning.planner import plan
 from topo_ar.planning.runtime import NCCL_RUNTIME
 from topo_ar.topology.levels import Levels, levels
+from topo_ar.topology.model import Figure, Source
 from topo_ar.topology.presets import preset
+from topo_ar.topology.readers import read
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -225,3 +229,24 @@ def test_a_degraded_node_slows_nccl_too():
     assert choice(nccl_job(there), GIB).seconds > choice(nccl_job(machine), GIB).seconds
     alone = changed(machine, both, Levels(both.nodes[:1]))
     assert (alone.num_nodes, alone.nic_bytes_per_s) == (1, ())
+
+
+def test_amd_gpus_are_not_taken_for_what_rccl_writes_under_sm():
+    topology = read(foreign("nccl-xml/rccl-3x-mi210-pcie-1nic.xml"))
+    assert nccl_machine_of(topology) is None
+
+
+def test_a_machine_too_slow_for_nccls_tables_is_planned_without_them():
+    slow = replace_all(preset("ws-2x5090"), 20e9)
+    machine = nccl_machine_of(slow)
+    assert machine is not None
+    before = levels(slow)
+    assert changed(machine, before, levels(replace_all(slow, 10e9))) is None
+    assert "at half rate" in plan(before, 25_000_000, nccl=machine, advice=True).reason
+
+
+def replace_all(topology, rate):
+    """Return `topology` with all links at one rate."""
+    figure = Figure(rate, Source.FILE)
+    links = tuple(structs.replace(e, nominal=figure, effective=figure) for e in topology.links)
+    return structs.replace(topology, links=links)

@@ -11,7 +11,7 @@ from topo_ar.cli.doctor import _nccl_settings
 from topo_ar.cli.main import app
 from topo_ar.topology.findings import findings
 from topo_ar.topology.model import DeviceKind, LinkKind
-from topo_ar.topology.presets import preset
+from topo_ar.topology.presets import PRESETS, preset
 from topo_ar.topology.readers import read
 
 
@@ -87,10 +87,11 @@ def test_ranks_dealt_out_round_robin():
 def test_nics_beyond_a_cpu_and_nics_near_nobody():
     perlmutter = read(foreign("nccl-xml/perlmutter-4x-a100-4-slingshot.xml"))
     found = about(perlmutter)["gpudirect"]
-    assert "only through a CPU (PHB)" in found.text
+    assert "only through a CPU (PHB: node0/gpu0, node0/gpu1, node0/gpu2, node0/gpu3)" in found.text
     assert "NCCL_NET_GDR_LEVEL=PHB" in found.remedy
     one = read(foreign("nccl-xml/rccl-8x-gfx908-2hives-1nic.xml"))
-    assert "SYS" in about(one)["gpudirect"].text
+    assert "(PHB: node0/gpu4, node0/gpu5; SYS: node0/gpu0, " in about(one)["gpudirect"].text
+    assert "GDR_LEVEL=SYS" in about(one)["gpudirect"].remedy
     h200 = preset("dgx-h100", ranks_per_node=6)
     gpus = [d for d in h200.devices if d.kind is DeviceKind.GPU]
     assert len(gpus) == 8
@@ -98,13 +99,33 @@ def test_nics_beyond_a_cpu_and_nics_near_nobody():
 
 
 def test_numa_that_is_not_known():
-    cluster = read(foreign("nccl-xml/azure-ndv4.xml"))
-    devices = tuple(
-        msgspec.structs.replace(d, numa=None) if d.kind is DeviceKind.NIC else d
-        for d in cluster.devices
-    )
-    lost = msgspec.structs.replace(cluster, devices=devices)
-    assert "numactl" in about(lost)["numa"].remedy
+    found = about(read(foreign("hwloc-xml/aws-p3dn.24xl.xml")))["numa"]
+    assert "node0/gpu0" in found.text
+    assert "node0/gpu7 and 1 more" in found.text
+    assert "numactl" in found.remedy
+    # nvidia-smi prints no NUMA node of NICs, but where they hang.
+    assert "numa" not in about(read(foreign("nvidia-smi-topo/hgx-h200-8gpu-12nic.txt")))
+
+
+def test_a_nic_behind_a_coherent_cpu_and_one_without_rdma_are_as_they_should_be():
+    assert findings(preset("gb200-nvl72")) == []
+    assert "gpudirect" not in about(read(foreign("nccl-xml/azure-ncv4.xml")))
+    assert "gpudirect" not in about(read(foreign("nccl-xml/rccl-8x-gfx90a-xgmi-nonic.xml")))
+
+
+ODD = {"azure-ndv2", "azure-ncv4", "aws-p3dn", "aws-g5.48xl", "perlmutter", "pcie-4", "pcie-8"}
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - ODD))
+def test_healthy_machines_have_no_findings(name):
+    assert findings(preset(name)) == []
+
+
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_flat_machines_have_one_finding_with_a_remedy(name):
+    [found] = findings(preset(name))
+    assert found.about == "gpudirect"
+    assert "NCCL_NET_GDR_LEVEL=" in found.remedy
 
 
 # --- the command ---
@@ -118,7 +139,7 @@ def test_doctor_of_a_file(tmp_path):
     assert rows[0]["text"].endswith("4 GPUs and 4 NICs")
     assert any(row["check"] == "gpudirect" and row["remedy"] for row in rows)
     text = CliRunner().invoke(app, ["doctor", str(path)]).output
-    assert "remedy: move NIC and GPU" in text
+    assert "remedy: measure what NCCL_NET_GDR_LEVEL=PHB" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -131,3 +152,15 @@ def test_settings_that_bind_nccl(name, tmp_path):
     assert found.remedy.startswith("remove it unless")
     [found] = _nccl_settings({name: "1", "PATH": "x"}, tmp_path / "none")
     assert found.text.startswith(f"{name}=1: ")
+
+
+def test_the_users_settings_come_before_those_of_the_system(tmp_path):
+    system = tmp_path / "nccl.conf"
+    system.write_text("NCCL_ALGO=Ring\nNCCL_PROTO=LL\nNCCL_IB_DISABLE=0\n")
+    (tmp_path / ".nccl.conf").write_text("NCCL_ALGO=Tree\n")
+    environment = {"HOME": str(tmp_path), "NCCL_PROTO": "Simple", "NCCL_P2P_DISABLE": "0"}
+    texts = [found.text for found in _nccl_settings(environment, system)]
+    assert [text.partition(":")[0] for text in texts] == [
+        "NCCL_PROTO=Simple",
+        f"NCCL_ALGO=Tree (in {tmp_path}/.nccl.conf)",
+    ]

@@ -330,3 +330,29 @@ def test_what_cannot_be_merged() -> None:
     hosts = [Description("x", Topology("h", d, ())) for d in (named[:half], named[half:])]
     with pytest.raises(TopologyError, match=r"different hosts \(alpha, beta\)"):
         merge_machine(hosts)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [
+            "nvidia-smi-topo/perlmutter-4x-a100.txt",
+            "nvlink-p2p/perlmutter-4x-a100-nvlink-s.txt",
+            "nvlink-p2p/perlmutter-4x-a100-p2p-n.txt",
+            "nccl-xml/perlmutter-4x-a100-4-slingshot.xml",
+        ],
+        [
+            "nvidia-smi-topo/workstation-3x-a6000-one-pair.txt",
+            "nvlink-p2p/workstation-3x-a6000-nvlink-s-inactive.txt",
+        ],
+        [
+            "nvidia-smi-topo/hgx-h200-8gpu-12nic.txt",
+            "hwloc-xml/aws-p5.48xl.xml",
+            "nccl-xml/azure-ndv5.xml",
+        ],
+    ],
+)
+def test_any_order_of_files_of_different_formats_gives_the_same_bytes(names):
+    found = [describe(foreign(name)) for name in names]
+    merged = {to_json(combine(order)) for order in permutations(found)}
+    assert len(merged) == 1

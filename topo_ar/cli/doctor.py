@@ -132,31 +132,42 @@ def _torch() -> Finding:
     from importlib.metadata import version
 
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", Verdict.PROBLEM, "not installed; pip install torch")
+        return Finding("torch", Verdict.PROBLEM, "not installed", "pip install torch")
     import torch.distributed as dist
 
     backends = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
     if "gloo" not in backends:
-        return Finding("torch", Verdict.PROBLEM, f"torch {version('torch')} was built without gloo")
+        return Finding(
+            "torch",
+            Verdict.PROBLEM,
+            f"torch {version('torch')} was built without gloo",
+            "install a build that has it, such as those of PyPI",
+        )
     return Finding("torch", Verdict.OK, f"{version('torch')} with {', '.join(backends)}")
 
 
 def _nccl_settings(
-    environment: Mapping[str, str] = os.environ, config: Path = Path("/etc/nccl.conf")
+    environment: Mapping[str, str] = os.environ, system: Path = Path("/etc/nccl.conf")
 ) -> list[Finding]:
-    """Say which settings bind NCCL here, since a forgotten one slows every job of the host."""
-    found = {name: value for name, value in environment.items() if name in _NCCL_SETTINGS}
-    try:
-        lines = config.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        name, _, value = line.partition("=")
-        if name.strip() in _NCCL_SETTINGS:
-            found.setdefault(name.strip(), f"{value.strip()} (in {config})")
+    """Say which settings bind NCCL here, since a forgotten one slows every job of the host.
+
+    The environment counts first, then the user's file, then that of the system.
+    """
+    found = {name: (value, "") for name, value in environment.items() if name in _NCCL_SETTINGS}
+    home = Path(environment.get("HOME", "/"), ".nccl.conf")
+    for config in (Path(environment.get("NCCL_CONF_FILE") or home), system):
+        try:
+            lines = config.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, _, value = line.partition("=")
+            if name.strip() in _NCCL_SETTINGS:
+                found.setdefault(name.strip(), (value.strip(), f" (in {config})"))
     return [
-        Finding("nccl", Verdict.NOTE, f"{name}={value}: {_NCCL_SETTINGS[name]}", _UNSET)
-        for name, value in found.items()
+        Finding("nccl", Verdict.NOTE, f"{name}={value}{where}: {_NCCL_SETTINGS[name]}", _UNSET)
+        for name, (value, where) in found.items()
+        if not (name.endswith("_DISABLE") and value == "0")
     ]
 
 

@@ -7,6 +7,7 @@ of each, in order), ``codec``, ``shards`` (integer weights: ``nodes``, and ``ran
 With a model in place of sizes a whole training step is planned: see `plan_training`.
 """
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -178,6 +179,7 @@ def plan(
     found = load_topology(
         topology, nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf
     )
+    _say_what_is_missing(found)
     both, digest, runtime = levels(found), topology_hash(found), runtime_of(found)
     measured = None if calibration is None else _calibration(calibration, both)
     nccl = nccl_machine_of(found)
@@ -208,9 +210,24 @@ def plan(
             print(("\n" if position else "") + explain(made))
 
 
+def _say_what_is_missing(topology: "Topology") -> None:
+    """Say on stderr that a description leaves out what the plan would depend on."""
+    from topo_ar.topology.wording import some
+
+    devices = {device.id: device for device in topology.devices}
+    silent = [r for r in topology.ranks if devices[r].attributes.get("links_known") is False]
+    if silent:
+        print(
+            f"topo-ar: note: {topology.name} does not describe NVLink of {some(silent)}, so the "
+            "plan counts PCIe alone; add what does (topo-ar show THIS MORE -o both.json)",
+            file=sys.stderr,
+        )
+
+
 def _plan_step(
     topology: "Topology", training: Training, output: Path | None, as_json: bool
 ) -> None:
+    _say_what_is_missing(topology)
     made, memory = plan_step(topology, training)
     if output is not None:
         _write(output, step_json(made, memory))

@@ -1,5 +1,6 @@
 """A topology as NCCL's search sees it."""
 
+import re
 from dataclasses import replace
 
 from topo_ar.errors import PlanError, TopologyError
@@ -58,28 +59,41 @@ def nccl_machine(topology: Topology) -> NcclMachine:
 def nccl_machine_of(topology: Topology) -> NcclMachine | None:
     """Return `topology` in NCCL's terms, None where NCCL's model says nothing of it."""
     try:
-        machine = nccl_machine(topology)
-        nccl_job(machine)
+        return _searched(nccl_machine(topology))
     except (PlanError, TopologyError):
+        return None
+
+
+def _searched(machine: NcclMachine) -> NcclMachine | None:
+    try:
+        nccl_job(machine)
+    except PlanError:
         return None
     return machine
 
 
-def changed(machine: NcclMachine, before: Levels, after: Levels) -> NcclMachine:
-    """Return `machine` when its levels change from `before` to `after`; the slowest node counts."""
+def changed(machine: NcclMachine, before: Levels, after: Levels) -> NcclMachine | None:
+    """Return `machine` when its levels change from `before` to `after`; the slowest node counts.
+
+    None where NCCL's model says nothing of what it has become.
+    """
     slowest = min(after.nodes, key=lambda node: sum(nic.nominal for nic in node.nics))
     ports = [min(node.intra.nominal for node in each.nodes) for each in (before, after)]
-    return replace(
-        machine,
-        num_nodes=len(after.nodes),
-        gpu_bytes_per_s=machine.gpu_bytes_per_s * ports[1] / ports[0],
-        nic_bytes_per_s=tuple(n.nominal for n in slowest.nics) if len(after.nodes) > 1 else (),
+    return _searched(
+        replace(
+            machine,
+            num_nodes=len(after.nodes),
+            gpu_bytes_per_s=machine.gpu_bytes_per_s * ports[1] / ports[0],
+            nic_bytes_per_s=tuple(n.nominal for n in slowest.nics) if len(after.nodes) > 1 else (),
+        )
     )
 
 
 def _capability(device: Device) -> int:
     found = device.attributes.get("sm")
-    if device.kind is not DeviceKind.GPU or not str(found).isdigit():
+    # RCCL writes a number of its own under sm.
+    is_amd = "gcn" in device.attributes
+    if device.kind is not DeviceKind.GPU or is_amd or not re.fullmatch("[0-9]{2,4}", str(found)):
         raise PlanError(
             f"the compute capability of {device.id} is not known, and NCCL's model needs it; "
             "give the GPU the attribute sm, such as 90"

@@ -42,7 +42,9 @@ def findings(topology: Topology) -> list[TopologyFinding]:
         both = levels(topology)
     except TopologyError as error:
         if topology.ranks:
-            found.append(TopologyFinding("levels", str(error), "complete the description"))
+            found.append(
+                TopologyFinding("levels", str(error), "add the description that is missing")
+            )
         return found
     return [*found, *_unequal_nodes(both), *_dealt_out(both), *_oversubscribed(both)]
 
@@ -121,12 +123,19 @@ def _slower_siblings(topology: Topology, links: dict[str, list[Link]]) -> Iterat
 
 def _numa_unknown(topology: Topology) -> Iterator[TopologyFinding]:
     nodes = {d.numa for d in topology.devices if d.kind is DeviceKind.CPU and d.numa is not None}
+    # A NIC without a number may still hang on a CPU that has one.
+    hosts = {device.id for device in topology.devices if device.kind is DeviceKind.HOST}
+    beside = {
+        end for link in topology.links if {link.a, link.b} & hosts for end in (link.a, link.b)
+    }
     lost = [
         device.id
         for device in topology.devices
-        if device.kind in (DeviceKind.GPU, DeviceKind.NIC)
-        and device.numa is None
-        and carries_data(device)
+        if device.numa is None
+        and (
+            device.kind is DeviceKind.GPU
+            or (device.kind is DeviceKind.NIC and device.id in beside and carries_data(device))
+        )
     ]
     if len(nodes) > 1 and lost:
         yield TopologyFinding(
@@ -147,21 +156,31 @@ def _far_nics(topology: Topology) -> Iterator[TopologyFinding]:
         for rank in topology.ranks
         if devices[rank].node == home and devices[rank].kind is DeviceKind.GPU
     ]
-    nics = [nic.id for nic in _by_node(topology, DeviceKind.NIC).get(home, [])]
+    nics = [
+        nic.id
+        for nic in _by_node(topology, DeviceKind.NIC).get(home, [])
+        if nic.attributes.get("gdr") != "0"
+    ]
     if not gpus or not nics:
         return
     paths = Paths(topology)
     nearest = {gpu: paths.nearest_nics(gpu) for gpu in gpus}
-    far = [gpu for gpu, found in nearest.items() if found.path_class > _GPU_DIRECT]
+    # Over C2C the CPU is as near as a switch.
+    coherent = {
+        end for link in topology.links if link.kind is LinkKind.C2C for end in (link.a, link.b)
+    }
+    far: dict[PathClass, list[str]] = {}
+    for gpu, found in nearest.items():
+        if found.path_class > _GPU_DIRECT and gpu not in coherent:
+            far.setdefault(min(found.path_class, PathClass.SYS), []).append(gpu)
     if far:
-        worst = max(nearest[gpu].path_class for gpu in far)
-        level = worst.name if worst <= PathClass.SYS else PathClass.SYS.name
+        shown = "; ".join(f"{level.name}: {some(gpus)}" for level, gpus in sorted(far.items()))
         yield TopologyFinding(
             "gpudirect",
-            f"the nearest NIC is reached only through a CPU ({level}): {some(far)}; NCCL uses "
-            "GPUDirect RDMA up to PXB, so data takes the way through host memory",
-            "move NIC and GPU under one PCIe switch, or measure what "
-            f"NCCL_NET_GDR_LEVEL={level} does",
+            f"the nearest NIC is reached only through a CPU ({shown}); NCCL uses GPUDirect RDMA up "
+            "to PXB, so data takes the way through host memory",
+            f"measure what NCCL_NET_GDR_LEVEL={max(far).name} does; where slots can be chosen, put "
+            "NIC and GPU under one PCIe switch",
         )
     used = {nic for found in nearest.values() for nic in found.nics}
     idle = [nic for nic in nics if nic not in used]

@@ -90,7 +90,8 @@ def levels(topology: Topology) -> Levels:
     if not topology.ranks:
         raise TopologyError(
             f"topology {topology.name!r} has no ranks, so there are no levels; "
-            "list the device of each rank under `ranks`"
+            "list the device of each rank under `ranks`, or join it with descriptions of its "
+            "machines (topo-ar show THIS MACHINE -o job.json)"
         )
     devices = {device.id: device for device in topology.devices}
     links = links_by_device(topology.links)
@@ -172,8 +173,9 @@ def _inside(
             return _Inside(Rate(float("inf"), float("inf"), 0.0, Source.ASSUMED))
         rank = next(r for r, f, s in zip(ranks, fast, slow, strict=True) if f is s is None)
         raise TopologyError(
-            f"{rank!r} holds a rank but no link with a known rate; "
-            "give one of its links a nominal bandwidth"
+            f"{rank!r} holds a rank but no link with a known rate; give one of its links a nominal "
+            "bandwidth, or add what tells it, such as `nvidia-smi nvlink -s` or NCCL's topology "
+            "dump (topo-ar show THIS MORE -o both.json)"
         )
     port = _slowest(known)
     if any(fast):

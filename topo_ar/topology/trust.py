@@ -6,7 +6,8 @@ files, and for what is there at all, descriptions go by what made them:
 1. a probe of the machine (our JSON with figures from NVML or sysfs),
 2. the XML of NCCL or RCCL: what NVML and sysfs say, or what a cloud ships because they are wrong,
 3. hwloc's XML: the same PCI tree, but links at their current speed,
-4. what ``nvidia-smi`` and ``rocm-smi`` print: classes and counts without bus ids,
+4. what ``nvidia-smi topo -m``, ``nvlink``, ``topo -p2p`` and ``rocm-smi`` print, in this order:
+   classes and counts without bus ids,
 5. our JSON made from other files, then presets.
 
 One exception: a link cannot run faster than it can. A current speed above what a more trusted
@@ -21,7 +22,14 @@ from topo_ar.topology.readers import Description
 
 _SOURCES = tuple(Source)
 _PROBED = (Source.MEASURED, Source.NVML, Source.SYSFS)
-_XML = ("nccl-xml", "hwloc-xml")
+_FORMATS = (
+    "nccl-xml",
+    "hwloc-xml",
+    "nvidia-smi-topo",
+    "nvidia-smi-nvlink",
+    "nvidia-smi-p2p",
+    "rocm-smi-topo",
+)
 _OWN = "topo-ar"
 _READS_CURRENT_SPEED = "hwloc-xml"
 # What two figures may differ by before it is said: vendors round.
@@ -34,15 +42,14 @@ def by_trust(descriptions: Sequence[Description]) -> list[Description]:
 
 
 def _rank(description: Description) -> int:
-    if description.format in _XML:
-        return 1 + _XML.index(description.format)
     if description.format != _OWN:
-        return 3
+        known = description.format in _FORMATS
+        return 1 + (_FORMATS.index(description.format) if known else len(_FORMATS))
     links = description.topology.links
     sources = {f.source for link in links for f in (link.nominal, link.effective) if f}
     if sources & set(_PROBED):
         return 0
-    return 5 if Source.PRESET in sources else 4
+    return len(_FORMATS) + (3 if Source.PRESET in sources else 2)
 
 
 @dataclass(slots=True)
