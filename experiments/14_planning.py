@@ -5,9 +5,9 @@ Minutes: 2 on two cores; --quick leaves out 64 GPUs that all differ and 16,384 G
 
 Writes limits.jsonl: one row per topology and mode of the switches (plain, NVLink SHARP in the
 nodes, SHARP in the fabric too) with the exact all-reduce bound, the limit of a reduce-scatter and
-an all-gather one after the other, and the closed form on levels, in GB/s; and one row per size with the seconds and the
-peak memory of a whole answer, from the topology's name to the bottleneck in words. Sizes are run in
-a process each.
+an all-gather one after the other, and the closed form on levels, in GB/s; and one row per size with
+the seconds and the peak memory of a whole answer, from the topology's name to the bottleneck in
+words. Sizes are run in a process each.
 """
 
 import argparse
