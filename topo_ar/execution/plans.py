@@ -12,29 +12,18 @@ from topo_ar.execution.program import ChunkProgram, compile_program
 from topo_ar.execution.reach import Reach
 from topo_ar.planning.equal_shares import with_equal_shares
 from topo_ar.planning.lowering import lower
+from topo_ar.planning.nccl_machine import nccl_machine_of
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.planning.planner import plan as make_plan
-from topo_ar.planning.runtime import CPU_RUNTIME, GPU_RUNTIME
+from topo_ar.planning.runtime import CPU_RUNTIME, NCCL_RUNTIME, Runtime
 from topo_ar.topology.levels import levels
 from topo_ar.topology.model import Topology, topology_hash
 
 logger = logging.getLogger("topo_ar")
 
-# What the stages of NCCL run: nodes of equal numbers of ranks and equal shares.
-EXECUTABLE_ON_CUDA = frozenset(
-    {
-        Family.FLAT_RING,
-        Family.HIERARCHICAL_SEQUENTIAL,
-        Family.HIERARCHICAL_PIPELINED,
-        Family.HIERARCHICAL_LEADER,
-    }
-)
-# What `program` compiles; every other family is planned, but not yet run.
-EXECUTABLE = EXECUTABLE_ON_CUDA | {Family.HIERARCHICAL_WEIGHTED}
-
 # Plans that are asked for by name: the choice of the planner, no hierarchy, the best hierarchy,
 # equal shares whatever the NICs carry, or a family.
-MODES = ("auto", "flat", "hierarchical", "equal", *sorted(EXECUTABLE))
+MODES = ("auto", "flat", "hierarchical", "equal", *sorted(CPU_RUNTIME.families))
 _MOST_KEPT = 1024
 
 
@@ -90,6 +79,7 @@ class Plans:
         if isinstance(mode, Plan):
             _require_fit("plan", mode.nodes, nodes)
         self._topology_hash = topology_hash(topology)
+        self._nccl = nccl_machine_of(topology)
         self._rank = rank
         self._mode = mode
         self._plain_reason = plain_reason
@@ -113,7 +103,7 @@ class Plans:
         mode, family = self._mode, self._family
         if self._plain_reason is not None:
             family = Family.FLAT_RING
-        if family is not None and family not in _executable(device):
+        if family is not None and family not in _runtime(device).families:
             raise PlanError(f"{family} cannot run on {device}; use {Family.FLAT_RING} there")
         if isinstance(mode, Plan) and mode.family is family and mode.nbytes == nbytes:
             return mode
@@ -135,7 +125,9 @@ class Plans:
         if isinstance(self._mode, Plan):
             return self._mode.family
         asked = {"flat": Family.FLAT_RING, "equal": Family.HIERARCHICAL_WEIGHTED}
-        return asked.get(self._mode) or (Family(self._mode) if self._mode in EXECUTABLE else None)
+        return asked.get(self._mode) or (
+            Family(self._mode) if self._mode in CPU_RUNTIME.families else None
+        )
 
     def _plan(self, nbytes: int, itemsize: int, device: str, family: Family | None) -> Plan:
         return make_plan(
@@ -144,8 +136,9 @@ class Plans:
             topology_hash=self._topology_hash,
             itemsize=itemsize,
             family=family,
-            families=_executable(device),
-            runtime=GPU_RUNTIME if device == "cuda" else CPU_RUNTIME,
+            families=_runtime(device).families,
+            runtime=_runtime(device),
+            nccl=self._nccl if device == "cuda" else None,
             max_chunk_nbytes=None if device == "cuda" else self._slot_nbytes,
         )
 
@@ -192,8 +185,8 @@ class Plans:
         return compile_program(schedule, self._rank, self._slot_nbytes)
 
 
-def _executable(device: str) -> frozenset[Family]:
-    return EXECUTABLE_ON_CUDA if device == "cuda" else EXECUTABLE
+def _runtime(device: str) -> Runtime:
+    return NCCL_RUNTIME if device == "cuda" else CPU_RUNTIME
 
 
 def _require_fit(

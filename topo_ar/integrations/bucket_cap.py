@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from torch import nn
 
 from topo_ar.execution.communicator import Communicator
-from topo_ar.execution.plans import EXECUTABLE
 from topo_ar.planning.buckets import Backward, backward_of
 from topo_ar.planning.joint import balanced_backward, plan_training
 from topo_ar.planning.occupancy import MODES
 from topo_ar.planning.parameters import ITEMSIZES, Parameter
 from topo_ar.planning.plan import Plan
 from topo_ar.planning.policy import Policy
-from topo_ar.planning.runtime import CPU_RUNTIME, GPU_RUNTIME, Runtime
+from topo_ar.planning.runtime import CPU_RUNTIME, NCCL_RUNTIME, Runtime
 from topo_ar.planning.training_plan import TrainingPlan
 from topo_ar.telemetry.bucket_trace import BucketTrace
 from topo_ar.topology.levels import levels
@@ -48,7 +47,7 @@ def planned_cap(
         return None
     runtime = _runtime(p.device.type for _, p in trained)
     backward = balanced_backward(
-        levels(communicator.topology), parameters, runtime=runtime, families=EXECUTABLE
+        levels(communicator.topology), parameters, runtime=runtime, families=runtime.families
     )
     return _plan(communicator, backward, plan, runtime)
 
@@ -72,7 +71,7 @@ def advice(
 
 
 def _runtime(devices: Iterable[str]) -> Runtime:
-    return GPU_RUNTIME if set(devices) == {"cuda"} else CPU_RUNTIME
+    return NCCL_RUNTIME if set(devices) == {"cuda"} else CPU_RUNTIME
 
 
 def _plan(
@@ -90,7 +89,7 @@ def _plan(
         policy=policy,
         topology_hash=topology_hash(communicator.topology),
         runtime=runtime,
-        families=EXECUTABLE,
+        families=runtime.families,
         reference_cap_mib=cap_mib,
         modes=("flat" if communicator.plain_reason else mode,),
     )
