@@ -104,4 +104,5 @@ def test_the_probe_places_ranks_on_them(driver, tmp_path):
     assert topology.ranks == tuple(f"node0/gpu{i}" for i in range(4))
     [node] = levels(topology).nodes
     assert node.intra.nominal == 3 * 64e9
-    assert topology.devices[1].attributes["gcn"] == "gfx942"
+    gpus = {device.id: device for device in topology.devices}
+    assert gpus["node0/gpu0"].attributes["gcn"] == "gfx942"

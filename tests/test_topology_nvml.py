@@ -4,17 +4,20 @@ The answers are composed after NVML's documentation and the captures of other to
 through its file form first.
 """
 
+import copy
 import ctypes
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from topo_ar.cli.main import app
 from topo_ar.errors import TopologyError
 from topo_ar.topology.cuda_order import cuda_order, visibility_note
 from topo_ar.topology.levels import levels
-from topo_ar.topology.model import LinkKind, Source, from_json
+from topo_ar.topology.model import DeviceKind, LinkKind, Source, from_json, to_json
 from topo_ar.topology.nvml import conclude
 from topo_ar.topology.nvml_answers import (
     FabricAnswer,
@@ -28,6 +31,7 @@ from topo_ar.topology.nvml_answers import (
 )
 from topo_ar.topology.nvml_ask import ask_nvml
 from topo_ar.topology.probe import probe
+from topo_ar.topology.summary import summarize
 
 NO_MORE = Failure("nvmlDeviceGetNvLinkState", 2, "Invalid Argument")
 NOT_SUPPORTED = Failure("nvmlDeviceGetNvLinkState", 3, "Not Supported")
@@ -174,8 +178,8 @@ def test_a_gpu_whose_links_cannot_be_read_is_named(tmp_path):
     gpus = [gpu(i, "NVIDIA GB300", (10, 3), switched(18, 53125, 7)) for i in range(3)]
     found = through_a_file(machine([*gpus, gpu(3, "NVIDIA GB300", (10, 3), lost)]), tmp_path)
     assert any(
-        "node0/gpu3 link 17: nvmlDeviceGetNvLinkState failed (Unknown Error); whether it works is "
-        "not known" in note
+        "node0/gpu3 links 0, 1, 2, 3, 4, 5, 6, 7 and 10 more: nvmlDeviceGetNvLinkState failed "
+        "(Unknown Error); whether it works is not known" in note
         for note in found.notes
     )
     assert any(
@@ -262,7 +266,12 @@ def visible(value, order="PCI_BUS_ID", names=("NVIDIA A100",) * 4):
         ("2,0", {2: 0, 0: 1}),
         ("GPU-00000003,1", {3: 0, 1: 1}),
         ("1,-1,2", {1: 0}),
-        ("1,1", {1: 0}),
+        ("1,1", {}),
+        ("2,GPU-00000002", {}),
+        ("01,+2,3x", {1: 0, 2: 1, 3: 2}),
+        ("x,1", {}),
+        ("1,,2", {1: 0}),
+        ("9" * 30, {}),
         ("MIG-0123", {}),
         ("", {}),
         ("GPU-0000000", {}),  # the beginning of several
@@ -319,7 +328,66 @@ def test_grace_and_gpu_meet_over_c2c(tmp_path):
 def test_pci_that_is_not_shown_is_said(tmp_path):
     topology = probe(sysfs=tmp_path, nvml=machine([gpu(i, "NVIDIA A2", (8, 6)) for i in range(2)]))
     notes = [note for note in topology.notes if "not under /sys (a container or WSL)" in note]
-    assert len(notes) == 2
+    assert len(notes) == 1
+    assert "node0/gpu0, node0/gpu1" in notes[0]
+    # Without /sys there is no word of NUMA node 0.
+    assert [device.id for device in topology.devices if device.kind is DeviceKind.CPU] == []
+    assert {device.numa for device in topology.devices} == {None}
+    with pytest.raises(TopologyError, match="no link with a known rate"):
+        levels(topology)
+
+
+def test_without_sysfs_nvml_tells_the_rate_of_pcie(tmp_path):
+    gpus = [gpu(i, "NVIDIA L4", (8, 9), pcie_generation=4, pcie_width=16) for i in range(2)]
+    topology = probe(sysfs=tmp_path, nvml=machine(gpus))
+    port = levels(topology).nodes[0].intra
+    assert (port.payload, port.source) == (24e9, Source.NVML)
+
+
+@pytest.mark.parametrize(("generation", "width"), [(0, 16), (9, 16), (4, 0), (4, 9999)])
+def test_a_pcie_link_that_cannot_be_is_unknown(tmp_path, generation, width):
+    gpus = [gpu(0, "NVIDIA L4", (8, 9), pcie_generation=generation, pcie_width=width)]
+    topology = probe(sysfs=tmp_path, nvml=machine(gpus))
+    assert [link.nominal for link in topology.links] == [None]
+
+
+@pytest.mark.parametrize(
+    ("end", "known"),
+    [
+        (NOT_SUPPORTED, True),
+        (NO_MORE, True),
+        (Failure("nvmlDeviceGetNvLinkState", 999, "Unknown Error"), False),
+        (Failure("nvmlDeviceGetNvLinkState", -1, "the binding does not have it"), False),
+        (None, False),
+    ],
+)
+def test_no_nvlink_only_where_nvml_says_so(end, known, tmp_path):
+    gpus = [msgspec.structs.replace(gpu(i, "NVIDIA A2", (8, 6)), links_end=end) for i in range(2)]
+    found = through_a_file(machine(gpus), tmp_path)
+    assert [g.attributes.get("links_known") for g in found.gpus] == [None if known else False] * 2
+    assert any("whether it has NVLink is not known" in note for note in found.notes) is not known
+    [pair] = summarize(probe(sysfs=tmp_path, nvml=machine(gpus)), "probe")["gpu_pairs"]
+    assert pair["link_count"] == (0 if known else None)
+    assert pair["p2p"] == "OK"
+
+
+def test_failures_of_many_links_are_one_note(tmp_path):
+    lost = Failure("nvmlDeviceGetNvLinkState", 15, "GPU is lost")
+    links = tuple(LinkAnswer(k, lost) for k in range(36))
+    found = through_a_file(machine([gpu(0, "NVIDIA H100", (9, 0), links)]), tmp_path)
+    assert len(found.notes) == 1
+    assert "links 0, 1, 2, 3, 4, 5, 6, 7 and 28 more: nvmlDeviceGetNvLinkState" in found.notes[0]
+    assert found.gpus[0].attributes["links_known"] is False
+
+
+def test_geforce_cards_that_say_ok_are_not_believed_blindly(tmp_path):
+    ada = machine([gpu(i, "NVIDIA GeForce RTX 4090", (8, 9)) for i in range(2)])
+    assert any("copies may hang" in note for note in through_a_file(ada, tmp_path).notes)
+    ampere = machine([gpu(i, "NVIDIA GeForce RTX 3090", (8, 6)) for i in range(2)])
+    assert not any("copies may hang" in note for note in through_a_file(ampere, tmp_path).notes)
+    refused = machine([gpu(i, "NVIDIA GeForce RTX 4090", (8, 9)) for i in range(2)], p2p=GNS)
+    assert not any("copies may hang" in note for note in through_a_file(refused, tmp_path).notes)
+    assert through_a_file(refused, tmp_path).gpus[0].attributes["p2p"] == "gpu1=GNS"
 
 
 def test_recordings_that_are_none(tmp_path):
@@ -334,6 +402,56 @@ def test_recordings_that_are_none(tmp_path):
         read_answers(path)
     with pytest.raises(TopologyError, match="cannot write"):
         write_answers(NvmlAnswers(), tmp_path / "no" / "where.json")
+
+
+ODD = [-1, 0, 7, 1 << 40, 1 << 60, "", "zz:00.0", "²", None, [], {}, True, 1.5, "9" * 5000]
+
+
+def places(value, path=()):
+    """Return the path of everything inside a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    found = [path]
+    for key, below in inside if isinstance(value, (dict, list)) else ():
+        found += places(below, (*path, key)) if isinstance(below, (dict, list)) else [(*path, key)]
+    return found
+
+
+RECORDING = msgspec.to_builtins(
+    machine(
+        [
+            gpu(0, "NVIDIA H100", (9, 0), switched(2, 26562, 6), fabric=healthy()),
+            gpu(1, "NVIDIA H100", (9, 0), direct(0), mig=0, memory_numa=(0,), pcie_generation=5),
+        ],
+        visible="0,1",
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(places(RECORDING)[1:]), st.sampled_from(ODD))
+def test_a_spoiled_recording_is_refused_or_concluded_from(tmp_path_factory, place, odd):
+    spoiled = copy.deepcopy(RECORDING)
+    here = spoiled
+    for key in place[:-1]:
+        here = here[key]
+    here[place[-1]] = odd
+    path = tmp_path_factory.getbasetemp() / "spoiled.json"
+    path.write_bytes(msgspec.json.encode(spoiled))
+    try:
+        topology = probe(sysfs=path, nvml=read_answers(path))
+    except TopologyError as error:
+        message = str(error)
+    else:
+        assert from_json(to_json(topology)) == topology
+        return
+    assert message.startswith((f"{path}: ", "topology 'this machine'"))
+
+
+def test_a_gpu_is_recorded_once(tmp_path):
+    path = tmp_path / "twice.json"
+    write_answers(machine([gpu(0, "NVIDIA L4", (8, 9))] * 2), path)
+    with pytest.raises(TopologyError, match=r"twice\.json: two GPUs have the same index"):
+        read_answers(path)
 
 
 # --- asking ---

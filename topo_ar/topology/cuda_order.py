@@ -1,5 +1,7 @@
 """Which CUDA index each of NVML's GPUs has: logical to physical, where that can be told."""
 
+import re
+
 from topo_ar.topology.nvml_answers import NvmlAnswers
 
 
@@ -9,8 +11,8 @@ def cuda_order(answers: NvmlAnswers) -> dict[int, int]:
     CUDA counts as NVML does, in order of the bus, when CUDA_DEVICE_ORDER is PCI_BUS_ID or all GPUs
     are of one model; otherwise the fastest comes first, and the answer is empty: not known.
     CUDA_VISIBLE_DEVICES may hold numbers in that count or beginnings of UUIDs; what follows a
-    token that names no GPU is ignored, as CUDA ignores it. A MIG instance is not a whole GPU and
-    ends the list too.
+    token that names no GPU is ignored, as CUDA ignores it, and a GPU named twice makes it see none.
+    A MIG instance is not a whole GPU and ends the list too.
     """
     gpus = answers.gpus
     models = {str(gpu.name) for gpu in gpus}
@@ -24,9 +26,13 @@ def cuda_order(answers: NvmlAnswers) -> dict[int, int]:
         if token.startswith("GPU-"):
             named = [index for index, uuid in uuids.items() if uuid.startswith(token)]
         else:
-            named = [gpu.index for gpu in gpus if token == str(gpu.index)]
-        if len(named) != 1 or named[0] in found:
+            # As strtoul reads it: what follows the digits is ignored.
+            digits = re.match("[+]?([0-9]{1,9})", token)
+            named = [gpu.index for gpu in gpus if digits and int(digits[1]) == gpu.index]
+        if len(named) != 1:
             break
+        if named[0] in found:
+            return {}
         found[named[0]] = len(found)
     return found
 

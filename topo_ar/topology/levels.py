@@ -174,8 +174,8 @@ def _inside(
         rank = next(r for r, f, s in zip(ranks, fast, slow, strict=True) if f is s is None)
         raise TopologyError(
             f"{rank!r} holds a rank but no link with a known rate; give one of its links a nominal "
-            "bandwidth, or add what tells it, such as `nvidia-smi nvlink -s` or NCCL's topology "
-            "dump (topo-ar show THIS MORE -o both.json)"
+            "bandwidth, or add what tells it, such as NCCL's topology dump, lstopo's XML or "
+            "`nvidia-smi nvlink -s` (topo-ar show THIS MORE -o both.json)"
         )
     port = _slowest(known)
     if any(fast):

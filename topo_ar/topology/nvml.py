@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from topo_ar.topology.busid import normal_busid
 from topo_ar.topology.cuda_order import cuda_order, visibility_note
 from topo_ar.topology.gpu_links import (
     NO_LINKS,
@@ -28,18 +29,24 @@ from topo_ar.topology.nvml_answers import (
 from topo_ar.topology.wording import some
 
 _LIBRARY_NOT_FOUND = 12
+# What a card without NVLink answers, and one that has no further link.
+_NO_LINK = (3, 2)
 _LINK_ENABLED = 1
 _SWITCH, _IBM_NPU = 2, 1
 # Mbyte/s of signalling that NVML reports for links whose payload is less: NVLink 4 and 5.
 _RAW_SPEED = {26562: 25e9, 53125: 50e9}
-_P2P_WORDS = {
-    1: "the chipset does not support it",
-    2: "the GPU does not support it",
-    3: "the topology does not support it",
-    4: "a registry key disables it",
-    5: "it is not supported",
-    6: "NVML does not know",
+# By status: the word of ``nvidia-smi topo -p2p``, and why there is no access.
+_P2P = {
+    0: ("OK", ""),
+    1: ("CNS", "the chipset does not support it"),
+    2: ("GNS", "the GPU does not support it"),
+    3: ("TNS", "the topology does not support it"),
+    4: ("DR", "a registry key disables it"),
+    5: ("NS", "it is not supported"),
+    6: ("U", "NVML does not know"),
 }
+# Cards of consumers since this compute capability may say OK and then hang.
+_UNSURE_P2P = 89
 _FABRIC_STATES = {1: "not started", 2: "in progress"}
 # Two bits each of the health mask (nvml.h); 1 means true. Four bits tell a wrong configuration.
 _FABRIC_HEALTH = {
@@ -55,7 +62,8 @@ _FABRIC_CONFIGURATION_SHIFT, _INSUFFICIENT_NVLINKS = 8, 5
 class Gpu:
     """A GPU as NVML has it; `busid` is in sysfs spelling, ``0000:03:00.0``.
 
-    `numa` lists the NUMA nodes that NVML holds to be nearest, empty where it does not know.
+    `numa` lists the NUMA nodes that NVML holds to be nearest, empty where it does not know; `pcie`
+    is the highest generation and number of lanes, None where it does not know.
     `attributes` are what a device keeps beside bus id, name and compute capability.
     """
 
@@ -64,6 +72,7 @@ class Gpu:
     name: str
     sm: int | None
     numa: tuple[int, ...] = ()
+    pcie: tuple[int, int] | None = None
     attributes: dict[str, str | int | float | bool] = field(default_factory=dict)
 
 
@@ -104,6 +113,8 @@ class _Conclusion:
         self.answers = answers
         self.node = node
         self.notes: list[str] = []
+        self.order = cuda_order(answers)
+        self.p2p = _worst_p2p(answers)
 
     def gpus(self) -> Gpus:
         if isinstance(self.answers.count, Failure):
@@ -157,17 +168,25 @@ class _Conclusion:
             attributes["c2c_links"] = answer.c2c_links
             if isinstance(answer.c2c_megabytes_per_s, int):
                 attributes["c2c_megabytes_per_s"] = answer.c2c_megabytes_per_s
-        position = cuda_order(self.answers).get(answer.index)
-        if position is not None:
-            attributes["cuda_index"] = position
+        if answer.index in self.order:
+            attributes["cuda_index"] = self.order[answer.index]
+        if words := [
+            f"gpu{far}={_P2P[status][0]}"
+            for (near, far), status in self.p2p.items()
+            if near == answer.index
+        ]:
+            attributes["p2p"] = ",".join(words)
         return Gpu(
             device,
-            _busid(str(answer.busid)),
+            normal_busid(str(answer.busid)),
             answer.name if isinstance(answer.name, str) else "GPU",
             answer.capability[0] * 10 + answer.capability[1]
             if isinstance(answer.capability, tuple)
             else None,
             answer.memory_numa if isinstance(answer.memory_numa, tuple) else (),
+            (answer.pcie_generation, answer.pcie_width)
+            if isinstance(answer.pcie_generation, int) and isinstance(answer.pcie_width, int)
+            else None,
             attributes,
         )
 
@@ -180,46 +199,57 @@ class _Conclusion:
             )
             return False
         inactive = 0
+        said: dict[str, list[str]] = {}
         for link in answer.links:
             if link.state == 0:
                 inactive += 1
                 continue
-            far = self._far_end(gpu, link, by_busid)
+            far, text = self._far_end(gpu, link, by_busid)
+            if text:
+                said.setdefault(text, []).append(str(link.link))
             if far is not None:
                 counts[gpu.device, far, LinkKind.NVLINK] += 1
+        for text, links in said.items():
+            plural = "s" if len(links) > 1 else ""
+            self.notes.append(f"{gpu.device} link{plural} {some(links)}: {text}")
+        end = answer.links_end
+        if not answer.links and not (end and end.error in _NO_LINK):
+            why = end or "NVLink was not asked for"
+            self.notes.append(f"{gpu.device}: {why}; whether it has NVLink is not known")
+        if all(isinstance(link.state, Failure) for link in answer.links) and (
+            answer.links or not (end and end.error in _NO_LINK)
+        ):
+            gpu.attributes["links_known"] = False
         if inactive:
             plural = "NVLinks are" if inactive > 1 else "NVLink is"
             self.notes.append(f"{gpu.device}: {inactive} {plural} inactive")
         return True
 
-    def _far_end(self, gpu: Gpu, link: LinkAnswer, by_busid: dict[str, str]) -> str | None:
-        where = f"{gpu.device} link {link.link}"
+    def _far_end(
+        self, gpu: Gpu, link: LinkAnswer, by_busid: dict[str, str]
+    ) -> tuple[str | None, str]:
+        """Return the device a link leads to, None where to none that is known, and what to say."""
         if isinstance(link.state, Failure):
-            self.notes.append(f"{where}: {link.state}; whether it works is not known")
-            return None
+            return None, f"{link.state}; whether it works is not known"
         if link.state != _LINK_ENABLED:
-            self.notes.append(f"{where}: is in state {link.state} and carries nothing now")
-            return None
+            return None, f"is in state {link.state} and carries nothing now"
         if link.p2p == 0:
-            self.notes.append(f"{where}: does not support peer access and is left out")
-            return None
-        if isinstance(link.remote_type, Failure):
-            self._unknown(where, link.remote_type)
+            return None, "does not support peer access and is left out"
         if link.remote_type == _SWITCH:
-            return nvswitch(self.node)
-        if isinstance(link.remote_busid, Failure) or link.remote_busid is None:
-            if isinstance(link.remote_busid, Failure):
-                self._unknown(where, link.remote_busid)
-            return None
-        busid = _busid(link.remote_busid)
+            return nvswitch(self.node), ""
+        if isinstance(link.remote_busid, Failure):
+            return None, f"{link.remote_busid}; where it leads is not known"
+        if link.remote_busid is None:
+            return None, "where it leads was not asked for"
+        busid = normal_busid(link.remote_busid)
         if is_sentinel(busid):
-            return nvswitch(self.node)
-        far = by_busid.get(busid)
+            return nvswitch(self.node), ""
         if link.remote_type == _IBM_NPU:
-            self.notes.append(f"{where}: leads to the CPU ({busid}), not to a GPU")
-        elif far is None or far == gpu.device:
-            self.notes.append(f"{where}: leads to {busid}, which is no GPU that NVML lists")
-        return None if far == gpu.device else far
+            return None, f"leads to the CPU ({busid}), not to a GPU"
+        far = by_busid.get(busid)
+        if far is None or far == gpu.device:
+            return None, f"leads to {busid}, which is no GPU that NVML lists"
+        return far, ""
 
     def _speed(self, gpu: Gpu, answer: GpuAnswer) -> float | None:
         """Return what NVML says each link carries, in bytes/s of payload."""
@@ -239,17 +269,26 @@ class _Conclusion:
     def _pair_notes(self) -> Iterator[str]:
         """Say which pairs of GPUs may not read each other directly, once for each reason."""
         by_reason: dict[int, list[str]] = {}
-        for pair in self.answers.pairs:
-            worst = max(
-                (s for s in (pair.p2p_read, pair.p2p_write) if isinstance(s, int)), default=0
-            )
-            if worst:
-                by_reason.setdefault(worst, []).append(f"{pair.a}-{pair.b}")
+        for (a, b), status in self.p2p.items():
+            if status and a < b:
+                by_reason.setdefault(status, []).append(f"{a}-{b}")
         for status, found in by_reason.items():
             pairs = f"{len(found)} pair{'s' if len(found) > 1 else ''}"
             yield (
                 f"no peer access between {pairs} of GPUs ({some(found)}): "
-                f"{_P2P_WORDS.get(status, f'status {status}')}; they meet in the host's memory"
+                f"{_P2P[status][1]}; they meet in the host's memory"
+            )
+        consumer = {
+            gpu.index
+            for gpu in self.answers.gpus
+            if "GeForce" in str(gpu.name)
+            and isinstance(gpu.capability, tuple)
+            and gpu.capability[0] * 10 + gpu.capability[1] >= _UNSURE_P2P
+        }
+        if any(not status and {a, b} <= consumer for (a, b), status in self.p2p.items()):
+            yield (
+                "peer access between GeForce cards is the driver's word; copies may hang or arrive "
+                "wrong, so try one before it is used"
             )
 
     def _fabric_notes(self) -> Iterator[str]:
@@ -284,7 +323,11 @@ def _unhealthy(health: int) -> Iterator[str]:
         yield "it has too few NVLinks for its configuration"
 
 
-def _busid(raw: str) -> str:
-    """Return a bus id in sysfs spelling: NVML writes eight digits for the domain."""
-    domain, _, rest = raw.lower().partition(":")
-    return f"{domain[-4:] if is_sentinel(raw.lower()) else format(int(domain, 16), '04x')}:{rest}"
+def _worst_p2p(answers: NvmlAnswers) -> dict[tuple[int, int], int]:
+    """Return the worse status of reading and writing, by pair of indices in both orders."""
+    worst: dict[tuple[int, int], int] = {}
+    for pair in answers.pairs:
+        known = [s for s in (pair.p2p_read, pair.p2p_write) if isinstance(s, int) and s in _P2P]
+        if known and pair.a != pair.b:
+            worst[pair.a, pair.b] = worst[pair.b, pair.a] = max(known)
+    return dict(sorted(worst.items()))

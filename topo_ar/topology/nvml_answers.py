@@ -5,6 +5,7 @@ their meaning is read out in ``nvml.py``.
 """
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -12,6 +13,12 @@ from topo_ar.errors import TopologyError
 from topo_ar.topology.text_file import read_text_file
 
 SCHEMA_VERSION = 1
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
+_Busid = Annotated[
+    str, msgspec.Meta(pattern=r"^[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]$")
+]
+_Cluster = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Fa-f]*$", max_length=64)]
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failure"):
@@ -28,38 +35,38 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fail
 class FabricAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fabric"):
     """Where a GPU belongs in an NVLink fabric; `health` is None below version 2."""
 
-    cluster: str
-    clique: int
-    state: int
-    health: int | None = None
+    cluster: _Cluster
+    clique: _Number
+    state: _Number
+    health: _Number | None = None
 
 
 class LinkAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One NVLink of a GPU. `speed` is NVML's field in Mbyte/s, `remote_type` NVML's device type."""
 
-    link: int
-    state: int | Failure
-    p2p: int | Failure | None = None
-    version: int | Failure | None = None
-    remote_type: int | Failure | None = None
-    remote_busid: str | Failure | None = None
-    speed: int | Failure | None = None
+    link: _Number
+    state: _Number | Failure
+    p2p: _Number | Failure | None = None
+    version: _Number | Failure | None = None
+    remote_type: _Number | Failure | None = None
+    remote_busid: _Busid | Failure | None = None
+    speed: _Number | Failure | None = None
 
 
 class GpuAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One GPU. `links_end` says why no further link was asked; `memory_numa` lists NUMA nodes."""
 
-    index: int
-    busid: str | Failure
+    index: _Number
+    busid: _Busid | Failure
     uuid: str | Failure | None = None
     name: str | Failure | None = None
-    capability: tuple[int, int] | Failure | None = None
-    mig: int | Failure | None = None
-    memory_numa: tuple[int, ...] | Failure | None = None
-    pcie_generation: int | Failure | None = None
-    pcie_width: int | Failure | None = None
-    c2c_links: int | Failure | None = None
-    c2c_megabytes_per_s: int | Failure | None = None
+    capability: tuple[_Number, _Number] | Failure | None = None
+    mig: _Number | Failure | None = None
+    memory_numa: tuple[_Number, ...] | Failure | None = None
+    pcie_generation: _Number | Failure | None = None
+    pcie_width: _Number | Failure | None = None
+    c2c_links: _Number | Failure | None = None
+    c2c_megabytes_per_s: _Number | Failure | None = None
     fabric: FabricAnswer | Failure | None = None
     links: tuple[LinkAnswer, ...] = ()
     links_end: Failure | None = None
@@ -68,11 +75,11 @@ class GpuAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 class PairAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Two GPUs, by index: how near they are, and whether one may read and write the other."""
 
-    a: int
-    b: int
-    ancestor: int | Failure | None = None
-    p2p_read: int | Failure | None = None
-    p2p_write: int | Failure | None = None
+    a: _Number
+    b: _Number
+    ancestor: _Number | Failure | None = None
+    p2p_read: _Number | Failure | None = None
+    p2p_write: _Number | Failure | None = None
 
 
 class NvmlAnswers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -85,7 +92,7 @@ class NvmlAnswers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     gpus: tuple[GpuAnswer, ...] = ()
     pairs: tuple[PairAnswer, ...] = ()
     absent: Failure | None = None
-    count: int | Failure | None = None
+    count: _Number | Failure | None = None
     driver: str | Failure | None = None
     visible: str | None = None
     order: str | None = None
@@ -112,7 +119,8 @@ def read_answers(path: Path) -> NvmlAnswers:
     Raises
     ------
     TopologyError
-        If the file cannot be read or holds no recording of this version; the message names it.
+        If the file cannot be read or holds no recording of this version, or a GPU twice; the
+        message names it.
     """
     try:
         answers = msgspec.json.decode(read_text_file(path), type=NvmlAnswers)
@@ -125,4 +133,6 @@ def read_answers(path: Path) -> NvmlAnswers:
         raise TopologyError(
             f"{path}: recording of schema {answers.schema}; this version reads {SCHEMA_VERSION}"
         )
+    if len({gpu.index for gpu in answers.gpus}) < len(answers.gpus):
+        raise TopologyError(f"{path}: two GPUs have the same index; each is there once")
     return answers

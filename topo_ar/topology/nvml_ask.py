@@ -4,6 +4,7 @@ A driver that is older than the binding lacks functions, a container or a virtua
 some, a consumer card supports few. Each of these is an answer too.
 """
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -55,7 +56,9 @@ def ask_nvml(library: Any = None) -> NvmlAnswers:
     try:
         return _Inquiry(library).answers(visible, order)
     finally:
-        library.nvmlShutdown()
+        # Of a GPU that was lost meanwhile it may fail, which takes nothing back.
+        with contextlib.suppress(library.NVMLError):
+            library.nvmlShutdown()
 
 
 def _failure(call: str, error: Any) -> Failure:

@@ -23,7 +23,7 @@ from topo_ar.topology.nvml import Gpu, conclude
 from topo_ar.topology.nvml_answers import NvmlAnswers
 from topo_ar.topology.nvml_ask import ask_nvml
 from topo_ar.topology.presets import FABRIC, shm_link
-from topo_ar.topology.rates import Rates, interconnect_rate
+from topo_ar.topology.rates import Rates, interconnect_rate, pcie_rates
 from topo_ar.topology.sysfs import (
     PciPlace,
     numa_nodes,
@@ -32,10 +32,14 @@ from topo_ar.topology.sysfs import (
     pci_place,
     read_value,
 )
+from topo_ar.topology.wording import some
 
 NODE = "node0"
 _HOST = f"{NODE}/host"
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+# GT/s by generation of PCIe.
+_GIGATRANSFERS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
+_MOST_LANES = 32
 _GPU_VENDORS = ("0x10de", "0x1002")
 
 
@@ -101,7 +105,7 @@ def probe(
             tuple(draft.devices),
             tuple(draft.links),
             tuple(draft.ranks),
-            tuple(draft.notes),
+            (*draft.notes, *(f"{some(where)}: {what}" for what, where in draft.gaps.items())),
         )
     )
 
@@ -115,6 +119,7 @@ class _Draft:
     notes: list[str] = field(default_factory=list)
     numas: list[int] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
+    gaps: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, device: Device) -> None:
         """Add a device unless it is there."""
@@ -124,7 +129,7 @@ class _Draft:
 
     def add_numa_nodes(self) -> None:
         """Add a CPU device for each NUMA node, all joined."""
-        self.numas = numa_nodes(self.sysfs) or [0]
+        self.numas = numa_nodes(self.sysfs)
         for numa in self.numas:
             self.add(Device(_numa(numa), DeviceKind.CPU, NODE, numa))
         rate = interconnect_rate(*_cpu_model(), Source.SYSFS)
@@ -141,16 +146,17 @@ class _Draft:
         numa = place.numa if place else None
         if numa is None and len(gpu.numa) == 1 and gpu.numa[0] in self.numas:
             numa = gpu.numa[0]
-            self.notes.append(f"{gpu.device}: NUMA node {numa} is NVML's word; /sys does not know")
+            self._say(f"NUMA node {numa} is NVML's word; /sys does not know", gpu.device)
             place = place and replace(place, numa=numa)
         self.add(Device(gpu.device, DeviceKind.GPU, NODE, numa, attributes))
         self.ranks.append(gpu.device)
         if place is None:
-            self.notes.append(
-                f"{gpu.device}: {gpu.busid} is not under /sys (a container or WSL), so its PCIe "
-                "path and nearest NICs are not known; it is shown as through the host"
+            self._say(
+                "not under /sys (a container or WSL), so the PCIe path and the nearest NICs are "
+                "not known; shown as through the CPU",
+                gpu.device,
             )
-        self._attach(gpu.device, place)
+        self._attach(gpu.device, place, _pcie_of(gpu))
         count, speed = (attributes.get(name) for name in ("c2c_links", "c2c_megabytes_per_s"))
         if isinstance(count, int) and isinstance(speed, int):
             rate = Figure(count * speed * 1e6, Source.NVML, f"{count} NVLink-C2C x {speed} Mbyte/s")
@@ -196,7 +202,7 @@ class _Draft:
                 attributes["busid"] = nic.place.busid
             numa = nic.place.numa if nic.place else None
             self.add(Device(device, DeviceKind.NIC, NODE, numa, attributes))
-            self._attach(device, nic.place)
+            self._attach(device, nic.place, Rates())
             if nic.rate.source is Source.ASSUMED:
                 self.notes.append(f"{nic.name}: {nic.rate.note}; its rate is assumed")
             self.links.append(
@@ -217,8 +223,11 @@ class _Draft:
                 "ranks sit on CPUs"
             )
 
-    def _attach(self, device: str, place: PciPlace | None) -> None:
-        """Link a device to the bridges above it and to its NUMA node, or to the host."""
+    def _attach(self, device: str, place: PciPlace | None, own: Rates) -> None:
+        """Link a device to the bridges above it and to its NUMA node, or to the host.
+
+        `own` is what its own link carries where /sys does not tell.
+        """
         way = (place.busid, *place.bridges) if place else ()
         numa = place.numa if place else None
         here = device
@@ -226,35 +235,47 @@ class _Draft:
             there = f"{NODE}/pci-{above}"
             is_known = there in self.ids
             self.add(Device(there, DeviceKind.PCIE_SWITCH, NODE, numa))
-            self._add_pcie(here, there, busid)
+            self._add_pcie(here, there, busid, own if here == device else Rates())
             if is_known:
                 return
             here = there
-        self._add_pcie(here, self._root(device, place), way[-1] if way else None)
+        root = self._root(device, place)
+        self._add_pcie(here, root, way[-1] if way else None, own if here == device else Rates())
 
-    def _add_pcie(self, a: str, b: str, busid: str | None) -> None:
-        rates, note = pci_link(self.sysfs, busid) if busid else (Rates(), "")
+    def _add_pcie(self, a: str, b: str, busid: str | None, own: Rates) -> None:
+        rates, note = pci_link(self.sysfs, busid) if busid else (own, "")
+        if rates.nominal is None:
+            rates = own
         if note:
             self.notes.append(note)
         self.links.append(Link(a, b, LinkKind.PCIE, rates.nominal, rates.effective))
 
     def _root(self, device: str, place: PciPlace | None) -> str:
         """Return the CPU device above the last bridge; the host where that is not known."""
-        if not self.numas:
-            self._add_host()
-            return _HOST
         if place is not None and place.numa in self.numas:
             return _numa(place.numa)
         if len(self.numas) == 1:
             return _numa(self.numas[0])
-        self.notes.append(f"{device}: NUMA node not known, taken to be equally far from all")
+        if place is not None and self.numas:
+            self._say("NUMA node not known, taken to be equally far from all", device)
         self._add_host()
         return _HOST
+
+    def _say(self, what: str, device: str) -> None:
+        self.gaps.setdefault(what, []).append(device)
 
     def _add_host(self) -> None:
         if _HOST not in self.ids:
             self.add(Device(_HOST, DeviceKind.HOST, NODE))
             self.links += [Link(_HOST, _numa(numa), LinkKind.UPI) for numa in self.numas]
+
+
+def _pcie_of(gpu: Gpu) -> Rates:
+    """Return what NVML says the GPU's PCIe link is capable of; a slot may be capable of less."""
+    speed = _GIGATRANSFERS.get(gpu.pcie[0]) if gpu.pcie else None
+    if gpu.pcie is None or speed is None or not 0 < gpu.pcie[1] <= _MOST_LANES:
+        return Rates()
+    return pcie_rates(speed, gpu.pcie[1], Source.NVML)
 
 
 def _numa(numa: int | None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from topo_ar.errors import TopologyError
+from topo_ar.topology.busid import normal_busid
 from topo_ar.topology.gpu_links import is_sentinel, nvswitch
 from topo_ar.topology.model import (
     Device,
@@ -145,9 +146,7 @@ def _read_link(gpu: _Gpu, link: int, said: str) -> bool:
             return False
         gpu.rates[link] = float(rate[1])
     elif remote := _REMOTE.fullmatch(said):
-        domain, rest = remote[1].lower().split(":", 1)
-        busid = remote[1].lower() if is_sentinel(remote[1].lower()) else f"{domain[-4:]}:{rest}"
-        gpu.remotes[link] = (busid, int(remote[2]) if remote[2] else None)
+        gpu.remotes[link] = (normal_busid(remote[1]), int(remote[2]) if remote[2] else None)
     else:
         return False
     return True
