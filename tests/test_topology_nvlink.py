@@ -12,6 +12,7 @@ from topo_ar.errors import TopologyError
 from topo_ar.topology.levels import levels
 from topo_ar.topology.model import DeviceKind, from_json, to_json
 from topo_ar.topology.readers import describe, read
+from topo_ar.topology.summary import summarize
 
 FILES = [name for name in all_foreign() if name.startswith("nvlink-p2p/")]
 
@@ -56,6 +57,9 @@ def test_perlmutter_links():
     assert gpus(topology, "uuid")[3] == "GPU-00000000-0000-0000-0000-000000000003"
     assert topology.links == ()
     assert said(topology, "far ends .* nvlink -R")
+    # What is not told is not "not connected".
+    pairs = summarize(topology, "nvidia-smi-nvlink")["gpu_pairs"]
+    assert {(pair["path_class"], pair["link_count"]) for pair in pairs} == {(None, None)}
 
 
 def test_two_rtx_3090():

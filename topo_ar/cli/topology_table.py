@@ -154,7 +154,7 @@ def _print_matrix(pairs: Sequence[dict[str, Any]]) -> None:
         return
     words = {}
     for pair in pairs:
-        word = f"{_nvidia(pair)}/{pair['path_class']}"
+        word = f"{_nvidia(pair)}/{pair['path_class'] or '-'}"
         words[pair["a"], pair["b"]] = words[pair["b"], pair["a"]] = word
     names = [_short(gpu) for gpu in gpus]
     width = max(map(len, [*names, *words.values()])) + 2
@@ -181,7 +181,7 @@ def _print_kinds(pairs: Sequence[dict[str, Any]]) -> None:
             "not described" if pair["link_count"] is None else str(pair["link_count"]),
             pair["p2p"] or "not known",
             _nvidia(pair),
-            pair["path_class"],
+            pair["path_class"] or "-",
             _way(pair),
         )
         for pair in pairs

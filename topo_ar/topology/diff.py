@@ -297,8 +297,8 @@ def _rates(link: Link) -> str:
     return ", ".join(rates) or "rate not known"
 
 
-def _way(nvidia: str | None, nccl: str) -> str:
-    return f"{nvidia or '-'} (NCCL {nccl})"
+def _way(nvidia: str | None, nccl: str | None) -> str:
+    return f"{nvidia or '-'} (NCCL {nccl or '-'})"
 
 
 def _tally(counts: Counter[str]) -> str:

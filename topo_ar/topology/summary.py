@@ -38,10 +38,10 @@ def summarize(topology: Topology, name: str) -> Json:
         ``gpu_pairs``
             One object for two GPUs of a node, each pair once: ``a``, ``b``; ``link_count``, NVLinks
             or XGMI links that join them, also over a switch, null where not described;
-            ``path_class`` in NCCL's words and ``nvidia_class`` in nvidia-smi's, null where it has
-            none; ``p2p``, the status of peer access, null where not known; ``bandwidth`` of the
-            narrowest link, null where not known; ``narrowest_link`` with ``a``, ``b``, ``kind`` and
-            ``count``; ``devices`` on the way.
+            ``path_class`` in NCCL's words, null where not known, and ``nvidia_class`` in
+            nvidia-smi's, null where it has none; ``p2p``, the status of peer access, null where not
+            known; ``bandwidth`` of the narrowest link, null where not known; ``narrowest_link``
+            with ``a``, ``b``, ``kind`` and ``count``; ``devices`` on the way.
         ``nearest_nics``
             One object a rank: ``rank``, ``device``, ``nics`` (all that tie), ``path_class``,
             ``nvidia_class``, and ``bandwidth`` and ``narrowest_link`` to the first of them.

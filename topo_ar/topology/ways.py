@@ -65,15 +65,14 @@ class Ways:
 
     def _pair(self, a: Device, b: Device) -> Json:
         path = self._paths.between(a.id, b.id)
-        described = all(
-            gpu.id in self._linked and gpu.attributes.get("links_known") is not False
-            for gpu in (a, b)
-        )
+        linked = {a.id, b.id} <= self._linked
+        described = linked and all(gpu.attributes.get("links_known") is not False for gpu in (a, b))
         return {
             "a": a.id,
             "b": b.id,
             "link_count": self._paths.fast_links(a.id, b.id) if described else None,
-            "path_class": path.path_class.name,
+            # A GPU of which no link is told is not known to be cut off.
+            "path_class": path.path_class.name if linked else None,
             "nvidia_class": self._paths.nvidia_class(a.id, b.id),
             "p2p": _p2p(a, b),
             "bandwidth": path.bandwidth,
