@@ -290,6 +290,11 @@ def test_probe_writes_what_show_reads(monkeypatch, capsys, tmp_path: Path) -> No
     [
         (("show", str(DATA / "azure-ncv4-graph.xml")), "<graphs> is the result of"),
         (("show", "dgx-z"), "neither a file nor a preset"),
+        (("show", "x" * 300), "neither a file nor a preset"),
+        (("doctor", "/dev/zero"), "is a device or a socket"),
+        (("plan", "/dev/zero", "-s", "1MB"), "is a device or a socket"),
+        (("probe", "--nvml", "/dev/zero"), "is a device or a socket"),
+        (("show", str(DATA / "azure-ndv2.xml"), "--nodes", "2"), "shape a preset, but"),
         (("show", "dgx-h100", "dgx-z"), "dgx-h100 is a preset; it stands alone"),
         (("show", "dgx-h100", "-o", "x.doc"), "cannot tell what to write; endings are .json, .xml"),
         (("show", "dgx-h100", "-o", "/nowhere/at/all.xml"), "cannot write"),

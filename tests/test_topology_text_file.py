@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.foreign import foreign
+from topo_ar.cli.topology_source import load_several
 from topo_ar.errors import TopologyError
 from topo_ar.topology import text_file
 from topo_ar.topology.nvml_answers import read_answers
@@ -36,6 +37,16 @@ def test_a_pipe_is_read_to_its_end(tmp_path):
     writer.join()
     assert found.format == "nvidia-smi-topo"
     assert len(found.topology.ranks) == 4
+
+
+def test_the_command_line_reads_a_pipe_once(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=(foreign(MATRIX).read_text(),))
+    writer.start()
+    topology, formats = load_several([str(path)])
+    writer.join()
+    assert (len(topology.ranks), formats) == (4, "nvidia-smi-topo")
 
 
 def test_a_pipe_nobody_writes_to_does_not_hang(tmp_path, monkeypatch):

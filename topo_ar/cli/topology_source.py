@@ -1,5 +1,6 @@
 """The topology that a verb works on: a file, or a preset with its options."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -73,19 +74,26 @@ def load_topology(
             oversubscription=oversubscription,
             nodes_per_leaf=nodes_per_leaf,
         )
-    if not Path(name).exists():
+    _require_file(name, nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf)
+    from topo_ar.topology.readers import read
+
+    return read(Path(name))
+
+
+def _require_file(name: str, *options: object) -> None:
+    """Raise where `name` is no file, or `options` of a preset are given for it."""
+    from topo_ar.topology.presets import PRESETS
+
+    # Path.exists raises for a name that is too long or in a folder one may not enter.
+    if not os.path.exists(name):
         raise ConfigError(
             f"{name!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}"
         )
-    options = (nodes, ranks_per_node, nic, fabric, oversubscription, nodes_per_leaf)
     if any(option is not None for option in options):
         raise ConfigError(
             f"--nodes, --ranks-per-node, --nic, --fabric, --oversubscription and --nodes-per-leaf "
             f"shape a preset, but {name} is a file; leave them out"
         )
-    from topo_ar.topology.readers import read
-
-    return read(Path(name))
 
 
 def load_several(
@@ -99,7 +107,7 @@ def load_several(
 ) -> tuple[Topology, str]:
     """Return the one topology that `names` describe, and the formats they were found in.
 
-    One name is a file or a preset, several are files.
+    One name is a file or a preset, several are files. Each file is read once, so a pipe will do.
 
     Raises
     ------
@@ -118,7 +126,6 @@ def load_several(
     for name in names:
         if name in PRESETS:
             raise ConfigError(f"{name} is a preset; it stands alone, only files are made one")
-        if len(names) == 1 or not Path(name).exists():
-            load_topology(name, *options)
+        _require_file(name, *options)
     found = [describe(Path(name)) for name in names]
     return combine(found), " + ".join(dict.fromkeys(each.format for each in found))
