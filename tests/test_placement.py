@@ -1,7 +1,8 @@
-"""Ranks dealt out round-robin or unevenly: nodes found, results exact, few bytes on the wire."""
+"""Ranks dealt out round-robin or unevenly: nodes found, results exact, bytes sent as planned."""
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,11 @@ from tests.hosts import skip_without_hosts
 from topo_ar.emulation.cluster import Cluster
 from topo_ar.emulation.launch import launch
 from topo_ar.emulation.spec import parse_spec
+from topo_ar.planning.lowering import lower
+from topo_ar.planning.plan import Plan
+from topo_ar.planning.traffic import bytes_sent
 
+SPECS = Path(__file__).parent / "data" / "specs"
 NUM_CALLS = 5
 NODE = '[[node]]\nranks = {}\nnics = ["2.5gbit"]\nrank_ids = {}\n'
 ROUND_ROBIN = NODE.format(2, [0, 2]) + NODE.format(2, [1, 3])
@@ -33,6 +38,8 @@ for call in range(calls):
     exact += torch.equal(tensor, (pattern * size + sum(range(size)) * (call + 1)).float())
 plan = communicator.plan_for(numel * 4)
 found = {"exact": exact, "nodes": plan.nodes, "family": plan.family}
+if rank == 0:
+    found["plan"] = plan.to_json().decode()
 print(json.dumps(found), flush=True)
 communicator.close()
 dist.destroy_process_group()
@@ -52,13 +59,14 @@ def reduce_on(spec, nbytes, num_calls):
         )
         sent = [cluster.counters(host)["eth0"] - before[host] for host in cluster.hosts]
     assert results.exit_code == 0, lines
-    return [json.loads(lines[rank][-1]) for rank in sorted(lines)], sent
+    found = [json.loads(lines[rank][-1]) for rank in sorted(lines)]
+    return found, Plan.from_json(found[0].pop("plan")), sent
 
 
 @pytest.mark.netns
 def test_round_robin_ranks_send_a_buffer_out_of_each_host():
     skip_without_hosts()
-    found, sent = reduce_on(ROUND_ROBIN, 25_000_000, NUM_CALLS)
+    found, _, sent = reduce_on(ROUND_ROBIN, 25_000_000, NUM_CALLS)
     assert (
         found
         == [{"exact": NUM_CALLS, "nodes": [[0, 2], [1, 3]], "family": "hierarchical_pipelined"}] * 4
@@ -72,5 +80,24 @@ def test_round_robin_ranks_send_a_buffer_out_of_each_host():
 @pytest.mark.netns
 def test_uneven_nodes_give_the_exact_result():
     skip_without_hosts()
-    found, _ = reduce_on(UNEVEN, 1_000_000, NUM_CALLS)
+    found, _, _ = reduce_on(UNEVEN, 1_000_000, NUM_CALLS)
     assert [(rank["exact"], rank["nodes"]) for rank in found] == [(NUM_CALLS, [[0, 2], [1]])] * 3
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "roots"), [("uneven_4_2_2", (1, 0, 0)), ("slow_nic_4x2", (1, 1, 1, 0))]
+)
+def test_nodes_with_slow_nics_send_as_little_as_planned(spec, roots):
+    skip_without_hosts()
+    found, plan, sent = reduce_on((SPECS / f"{spec}.toml").read_text(), 25_000_000, NUM_CALLS)
+    assert {(rank["exact"], rank["family"]) for rank in found} == {
+        (NUM_CALLS, "hierarchical_weighted")
+    }
+    assert tuple(weight > 0 for weight in plan.shards.nodes) == tuple(map(bool, roots))
+    planned = bytes_sent(lower(plan, 6_250_000, 4), plan.nodes).node_sent
+    # A node that sums up nothing sends its buffer once, the least that is possible.
+    assert planned[-1] == 25_000_000
+    for nbytes, expected in zip(sent, planned, strict=True):
+        assert 1.0 <= nbytes / NUM_CALLS / expected <= 1.06

@@ -144,7 +144,7 @@ def test_a_rank_knows_its_part_of_every_segment() -> None:
         (3, 8, 12),
     ]
     assert [each.rail for each in alone.segments] == [(0, 1, 3), (0, 1, 4), (0, 2, 4), (0, 2, 5)]
-    assert [each.arrive_at for each in alone.segments] == [0, 2, 3, 4]
+    assert [each.arrive_begin for each in alone.segments] == [0, 2, 3, 4]
     # Rank 1 and its node sum up nothing: they send everything out and get two results a segment.
     assert (half.awaited, half.gathering) == (0, 4)
     assert [(each.number, each.part[0] == each.part[1]) for each in half.segments] == [

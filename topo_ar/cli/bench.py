@@ -56,8 +56,8 @@ def bench(
         str,
         typer.Option(
             "--against",
-            help="Peers beside gloo, separated by commas: openmpi, openmpi-han (need --emulate, "
-            "Open MPI 4 and the extra mpi).",
+            help="Beside gloo, separated by commas: plan:equal (equal shares), plan:FAMILY, "
+            "openmpi, openmpi-han (these need --emulate, Open MPI 4 and the extra mpi).",
         ),
     ] = "gloo",
     emulate: Annotated[
@@ -177,8 +177,12 @@ def _at_least(flag: str, value: int, least: int) -> int:
 
 
 def _peers(text: str) -> list[str]:
-    known = ("gloo", *OPENMPI)
+    known: tuple[str, ...] = ("gloo", *OPENMPI)
     peers = [peer for peer in text.split(",") if peer]
+    if any(peer.startswith("plan:") for peer in peers):
+        from topo_ar.execution.plans import MODES
+
+        known += tuple(f"plan:{mode}" for mode in MODES)
     for peer in peers:
         if peer not in known:
             raise ConfigError(f"--against {peer!r} is not one of {', '.join(known)}")

@@ -7,6 +7,7 @@ from credit that an idle link has saved up; a lone sample is one call after a pa
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from topo_ar.planning.calibration import predict_seconds
 from topo_ar.planning.plan import Plan
 from topo_ar.telemetry.metrics import algbw, busbw, slow_link_busbw
 
+PLANNED = "plan:"
 LONE_LIMIT_NBYTES = 256 << 10
 _LONE_PAUSE_S = 0.01
 _SAMPLE_S = 0.25
@@ -39,8 +41,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure. Sizes in bytes; `dtype` is a torch name; `op` is ``sum`` or ``avg``.
 
     Sizes from `large_nbytes` up take `large_iterations` samples where that is given. One planned
-    all-reduce of `trace_nbytes` is recorded span by span. `peers` are jobs of other libraries that
-    take turns with this one.
+    all-reduce of `trace_nbytes` is recorded span by span. `against` names what the plan is measured
+    against in this job: ``gloo``, or `PLANNED` and a mode of `Communicator` such as
+    ``plan:equal``. `peers` are jobs of other libraries that take turns with this one.
     """
 
     sizes: tuple[int, ...]
@@ -110,12 +113,24 @@ class _Bench:
         self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
         self._buffer = torch.empty(0, dtype=self.dtype)
         self._lost: dict[str, str] = {}
+        self._planned = {"plan": communicator} | {
+            name: self._other(name.removeprefix(PLANNED))
+            for name in config.against
+            if name.startswith(PLANNED)
+        }
         self.candidates: list[Candidate] = [*self._own(), *self._peers()]
 
     def _own(self) -> Iterator[Candidate]:
         if "gloo" in self.config.against:
             yield Own("gloo", self._flat, self._zeros, self.op, self._gloo)
-        yield Own("plan", self._planned, self._zeros, self.op, self._gloo)
+        for name, communicator in self._planned.items():
+            call = partial(communicator.all_reduce_sync, op=self.op)
+            yield Own(name, call, self._zeros, self.op, self._gloo)
+
+    def _other(self, mode: str) -> Communicator:
+        return Communicator(
+            topology=self.communicator.topology, plan=mode, timeout_s=self.config.timeout_s
+        )
 
     def _peers(self) -> Iterator[Candidate]:
         config = self.config
@@ -126,13 +141,13 @@ class _Bench:
     def close(self) -> None:
         for candidate in self.candidates:
             candidate.close()
+        for communicator in self._planned.values():
+            if communicator is not self.communicator:
+                communicator.close()
         dist.destroy_process_group(self._gloo)
 
     def _flat(self, tensor: torch.Tensor) -> object:
         return dist.all_reduce(tensor, op=self.op, group=self._gloo)
-
-    def _planned(self, tensor: torch.Tensor) -> object:
-        return self.communicator.all_reduce_sync(tensor, self.op)
 
     def _zeros(self, nbytes: int) -> torch.Tensor:
         """Return a buffer that all candidates share until another size is asked for."""
@@ -153,7 +168,10 @@ class _Bench:
         self, nbytes: int, calibrations: dict[str, list[tuple[int, float]]]
     ) -> Iterator[Row]:
         """Yield the rows of one size."""
-        plan = self.communicator.plan_for(nbytes, self.dtype.itemsize)
+        plans = {
+            name: made.plan_for(nbytes, self.dtype.itemsize) for name, made in self._planned.items()
+        }
+        plan = plans["plan"]
         predicted = {c.name: predict_seconds(calibrations[c.name], nbytes) for c in self.candidates}
         self._announce("plan", {"nbytes": nbytes, "hash": plan.hash, "reason": plan.reason})
         self._announce("prediction", {"nbytes": nbytes, "predicted_seconds": predicted})
@@ -167,15 +185,16 @@ class _Bench:
         for name in [candidate.name for candidate in self.candidates]:
             wrong = wrong_before[name] + wrong_after[name] if self.config.check else None
             alone = lone[name].seconds if name in lone else None
-            yield self._row(name, nbytes, plan, samples[name], alone, predicted[name], wrong)
+            own = plans.get(name)
+            yield self._row(name, nbytes, plan, own, samples[name], alone, predicted[name], wrong)
 
     def trace(self, nbytes: int) -> Iterator[Row]:
         """Yield on rank 0 the spans of all ranks for one planned all-reduce."""
         tensor = self._zeros(nbytes)
-        self._planned(tensor)
+        self.communicator.all_reduce_sync(tensor, self.op)
         dist.barrier(group=self._gloo)
         self.communicator.record_spans()
-        self._planned(tensor)
+        self.communicator.all_reduce_sync(tensor, self.op)
         recorded = self.communicator.record_spans(enabled=False)
         everyone = self.communicator.gather(msgspec.json.encode(recorded))
         if self.rank == 0:
@@ -197,6 +216,7 @@ class _Bench:
         name: str,
         nbytes: int,
         plan: Plan,
+        own: Plan | None,
         samples: "_Samples",
         lone: list[float] | None,
         predicted: float | None,
@@ -209,7 +229,7 @@ class _Bench:
         return {
             "collective": "all_reduce",
             "candidate": name,
-            "family": {"plan": str(plan.family), "gloo": "flat_ring"}.get(name),
+            "family": own.family if own else {"gloo": "flat_ring"}.get(name),
             "dtype": self.config.dtype,
             "redop": self.config.op,
             "nbytes": nbytes,
@@ -232,8 +252,8 @@ class _Bench:
             # Inside one node there is no wire whose limit is known.
             "fraction": limit / seconds if len(nodes) > 1 and not marks else None,
             "predicted_seconds": predicted,
-            "model_seconds": plan.predicted_seconds if name == "plan" else None,
-            "plan_hash": plan.hash if name == "plan" else None,
+            "model_seconds": own.predicted_seconds if own else None,
+            "plan_hash": own.hash if own else None,
             "congestion_control": self.communicator.congestion_control,
             "marks": marks,
             "lost": dict(self._lost),

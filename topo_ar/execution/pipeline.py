@@ -288,28 +288,27 @@ class Pipeline:
         )
 
     def _retire(self, index: int, chunk: Chunk) -> None:
+        """Forget a chunk that is done; let the node write over results nobody needs any more."""
         if not chunk.copied_out:
             return
         if chunk.unsent == 0:
             self.chunks.pop(index, None)
+        elif chunk.program.segments[0].parts:
+            # Shards of the slot's next chunk lie elsewhere: its owners would write over ours.
+            return
         if index == self._next_free:
             self._free()
 
     def _free(self) -> None:
-        """Let the node write over results that are copied out and, where others get them, sent.
-
-        Shards of another chunk in the same slot may lie elsewhere, so that it is not always their
-        own bytes that ranks write over.
-        """
-        index = self._next_free
-        while index < self.next_out:
-            unsent = self.chunks.get(index)
+        """Free the results of the next chunk, and of those after it that were ready before it."""
+        after = self._next_free + 1
+        while after < self.next_out:
+            unsent = self.chunks.get(after)
             if unsent is not None and unsent.program.segments[0].parts:
                 break
-            index += 1
-        if index > self._next_free:
-            self._next_free = index
-            self.node.advance(Counter.COPIED_OUT, index)
+            after += 1
+        self._next_free = after
+        self.node.advance(Counter.COPIED_OUT, after)
 
     def _input(self, chunk: Chunk, begin: int, end: int) -> Array:
         return chunk.collective.buffer[begin:end]
@@ -328,13 +327,10 @@ class Pipeline:
 
     def _arrival(self, peer: int, index: int, chunk: Chunk, segment: Segment) -> NDArray[np.uint8]:
         itemsize = chunk.collective.kernel.itemsize
-        begin, end = segment.part
-        at = segment.arrive_at
         # Room for all segments at once: growing would lose those that are here already.
-        slot = _grown(
-            self._arrivals[peer], index % SUM_SLOTS, chunk.program.arriving_numel * itemsize
-        )
-        return slot[at * itemsize : (at + end - begin) * itemsize]
+        nbytes = chunk.program.arriving_numel * itemsize
+        slot = _grown(self._arrivals[peer], index % SUM_SLOTS, nbytes)
+        return slot[segment.arrive_begin * itemsize : segment.arrive_end * itemsize]
 
     def _span(self, stage: Stage, index: int, what: str, begin: float) -> None:
         if self.spans is not None:

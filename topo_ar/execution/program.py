@@ -38,8 +38,10 @@ class Segment:
         What this rank sums up: its own of `parts`, or all in an exchange. May be empty.
     outgoing : tuple of (int, int, int)
         Each peer that gets a piece of this rank's sum, with the interval.
-    arrive_at : int
+    arrive_begin, arrive_end : int
         Where a peer's share of `part` goes among what arrives from it for the chunk.
+    stage : Stage
+        In which the rail adds.
     """
 
     number: int
@@ -49,12 +51,9 @@ class Segment:
     parts: tuple[Interval, ...]
     part: Interval
     outgoing: tuple[tuple[int, int, int], ...]
-    arrive_at: int
-
-    @property
-    def stage(self) -> Stage:
-        """The stage in which the rail adds."""
-        return Stage.INTER_REDUCE_SCATTER if self.parts else Stage.INTER_EXCHANGE
+    arrive_begin: int
+    arrive_end: int
+    stage: Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ def _compile_chunk(steps: Sequence[Step], rank: int) -> ChunkProgram:
 def _segments(own: Sequence[tuple[int, Step]], rank: int) -> tuple[Segment, ...]:
     """Return the segments of a rank, given its steps between nodes and their places."""
     segments: list[Segment] = []
-    arrive_at = 0
+    arrived = 0
     for number, step in own:
         begin, end = _hull(step)
         parts = step.shards if step.op is Op.REDUCE_SCATTER else ()
@@ -203,8 +202,12 @@ def _segments(own: Sequence[tuple[int, Step]], rank: int) -> tuple[Segment, ...]
             for peer, piece in zip(step.group, step.shards, strict=True)
             if peer != rank and piece[1] > piece[0]
         )
-        segments.append(Segment(number, begin, end, step.group, parts, part, outgoing, arrive_at))
-        arrive_at += part[1] - part[0]
+        arriving, arrived = arrived, arrived + part[1] - part[0]
+        segments.append(
+            Segment(
+                number, begin, end, step.group, parts, part, outgoing, arriving, arrived, step.stage
+            )
+        )
     return tuple(segments)
 
 
