@@ -21,6 +21,7 @@ from topo_ar.topology.model import (
     to_json,
 )
 from topo_ar.topology.paths import PathClass, Paths
+from topo_ar.topology.rates import interconnect_rate
 from topo_ar.topology.readers import describe, read
 
 DATA = Path(__file__).parent / "data" / "nccl-xml"
@@ -583,3 +584,8 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     binary.write_bytes(b"<system \xff>")
     with pytest.raises(TopologyError, match="binary.xml: is not text"):
         read(str(binary))
+
+
+def test_a_cpu_model_below_zero_is_not_known() -> None:
+    rate = interconnect_rate("x86_64", "GenuineIntel", -5, Source.FILE)
+    assert (rate.value, rate.source) == (6e9, Source.ASSUMED)

@@ -87,7 +87,7 @@ def interconnect_rate(
     value = None
     if arch == "x86_64" and vendor == "AuthenticAMD":
         value = 16e9
-    elif arch == "x86_64" and vendor == "GenuineIntel" and model is not None:
+    elif arch == "x86_64" and vendor == "GenuineIntel" and model is not None and model >= 0:
         value = next(
             v for m, v in ((0xCF, 40e9), (0x8F, 22e9), (0x55, 10e9), (0, 6e9)) if model >= m
         )
