@@ -149,26 +149,21 @@ def _far_nics(topology: Topology) -> Iterator[TopologyFinding]:
     """GPUs of the first node whose nearest NIC lies beyond GPUDirect's reach, and idle NICs."""
     if not topology.ranks:
         return
-    devices = {device.id: device for device in topology.devices}
-    home = devices[topology.ranks[0]].node
-    gpus = [
-        rank
-        for rank in topology.ranks
-        if devices[rank].node == home and devices[rank].kind is DeviceKind.GPU
-    ]
+    home = next(d.node for d in topology.devices if d.id == topology.ranks[0])
+    devices = {device.id: device for device in topology.devices if device.node == home}
+    gpus = [r for r in topology.ranks if r in devices and devices[r].kind is DeviceKind.GPU]
     nics = [
         nic.id
-        for nic in _by_node(topology, DeviceKind.NIC).get(home, [])
-        if nic.attributes.get("gdr") != "0"
+        for nic in devices.values()
+        if nic.kind is DeviceKind.NIC and carries_data(nic) and nic.attributes.get("gdr") != "0"
     ]
     if not gpus or not nics:
         return
-    paths = Paths(topology)
+    links = tuple(x for x in topology.links if x.a in devices and x.b in devices)
+    paths = Paths(Topology(topology.name, tuple(devices.values()), links))
     nearest = {gpu: paths.nearest_nics(gpu) for gpu in gpus}
     # Over C2C the CPU is as near as a switch.
-    coherent = {
-        end for link in topology.links if link.kind is LinkKind.C2C for end in (link.a, link.b)
-    }
+    coherent = {end for link in links if link.kind is LinkKind.C2C for end in (link.a, link.b)}
     far: dict[PathClass, list[str]] = {}
     for gpu, found in nearest.items():
         if found.path_class > _GPU_DIRECT and gpu not in coherent:

@@ -15,10 +15,9 @@ from topo_ar.topology.model import (
     Topology,
     validate,
 )
+from topo_ar.topology.names import FABRIC
 from topo_ar.topology.pair_times import Measurement, PairTimes, Table
 from topo_ar.units import format_rate
-
-FABRIC = "fabric"
 
 _LOOPBACK = "one TCP flow between two ranks of the host; shared memory carries more"
 _FLOW = "best TCP flow of the host, the slower direction"

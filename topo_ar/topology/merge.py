@@ -8,9 +8,8 @@ from topo_ar.errors import TopologyError
 from topo_ar.topology.join_fabric import join_fabric
 from topo_ar.topology.merge_machine import merge_machine
 from topo_ar.topology.model import Device, DeviceKind, Topology, validate
+from topo_ar.topology.names import FABRIC
 from topo_ar.topology.readers import Description
-
-FABRIC = "fabric"
 
 
 def combine(descriptions: Sequence[Description]) -> Topology:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from topo_ar.errors import TopologyError
 from topo_ar.topology.busid import normal_busid
 from topo_ar.topology.model import Device, DeviceKind
+from topo_ar.topology.names import NODE
 from topo_ar.topology.readers import Description
 from topo_ar.topology.trust import Conflicts
-
-_UNNAMED = "node0"
 
 # What tells two devices of a kind apart, the surest first.
 _KEYS = {
@@ -159,13 +158,13 @@ def _one_node(descriptions: Sequence[Description]) -> str:
                 "machine are merged, so give one of a single host"
             )
         names += nodes
-    named = list(dict.fromkeys(name for name in names if name != _UNNAMED))
+    named = list(dict.fromkeys(name for name in names if name != NODE))
     if len(named) > 1:
         raise TopologyError(
             f"the descriptions are of different hosts ({', '.join(named)}); "
             "give those of one machine, or a fabric file that joins them"
         )
-    return named[0] if named else _UNNAMED
+    return named[0] if named else NODE
 
 
 def _local(device: Device, node: str) -> str:

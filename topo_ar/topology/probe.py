@@ -19,10 +19,11 @@ from topo_ar.topology.model import (
     Topology,
     validate,
 )
+from topo_ar.topology.names import FABRIC, NODE
 from topo_ar.topology.nvml import Gpu, conclude
 from topo_ar.topology.nvml_answers import NvmlAnswers
 from topo_ar.topology.nvml_ask import ask_nvml
-from topo_ar.topology.presets import FABRIC, shm_link
+from topo_ar.topology.presets import shm_link
 from topo_ar.topology.rates import Rates, interconnect_rate, pcie_rates
 from topo_ar.topology.sysfs import (
     PciPlace,
@@ -34,7 +35,6 @@ from topo_ar.topology.sysfs import (
 )
 from topo_ar.topology.wording import some
 
-NODE = "node0"
 _HOST = f"{NODE}/host"
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 # GT/s by generation of PCIe.

@@ -12,7 +12,6 @@ from topo_ar.topology.model import Topology, validate
 from topo_ar.topology.presets import amd, clouds, nvidia, others
 from topo_ar.topology.presets.build import HostBuilder, MachineBuilder, Parts
 from topo_ar.topology.presets.build import shm_link as shm_link
-from topo_ar.topology.presets.fabric import FABRIC as FABRIC
 from topo_ar.topology.presets.fabric import FABRICS as FABRICS
 from topo_ar.topology.presets.fabric import Fabric
 from topo_ar.topology.presets.machine import Machine

@@ -5,9 +5,9 @@ from typing import Literal
 
 from topo_ar.errors import ConfigError
 from topo_ar.topology.model import Device, DeviceKind, Figure, Link, Source
+from topo_ar.topology.names import FABRIC
 from topo_ar.topology.presets.build import Cable, Parts
 
-FABRIC = "fabric"
 FabricKind = Literal["non-blocking", "rail-optimised", "leaf-spine"]
 FABRICS: tuple[FabricKind, ...] = ("non-blocking", "rail-optimised", "leaf-spine")
 

@@ -19,6 +19,7 @@ from topo_ar.topology.model import (
     Topology,
     validate,
 )
+from topo_ar.topology.names import FABRIC, NODE
 from topo_ar.topology.rates import Rates, interconnect_rate
 from topo_ar.topology.readers.hwloc_nics import judge_nics
 from topo_ar.topology.readers.hwloc_nvlink import read_nvlinks
@@ -37,8 +38,6 @@ from topo_ar.topology.wording import some
 
 FORMAT = "hwloc-xml"
 
-NODE = "node0"
-FABRIC = "fabric"
 _HEAD = 8192
 # Names in one note; what is left out of a real machine is fewer.
 _SHOWN = 64

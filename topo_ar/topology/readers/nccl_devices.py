@@ -16,11 +16,10 @@ from topo_ar.topology.model import (
     Topology,
     validate,
 )
+from topo_ar.topology.names import FABRIC
 from topo_ar.topology.rates import pcie_rates
 from topo_ar.topology.readers.xml_tree import Element
 from topo_ar.topology.wording import some
-
-FABRIC = "fabric"
 
 LINKS_KNOWN = "links_known"
 """Attribute of a GPU: false where the file says nothing about NVLink, as hint files do."""

@@ -23,11 +23,11 @@ from topo_ar.topology.model import (
     Topology,
     validate,
 )
+from topo_ar.topology.names import NODE
 from topo_ar.topology.readers.smi_matrix import plain_lines
 
 FORMAT = "nvidia-smi-nvlink"
 
-_NODE = "node0"
 _HEADER = re.compile(r"GPU (\d{1,6}): *([^(]*|.*?)(?:\(UUID: *([^)]*)\)?)?$")
 _LINK = re.compile(r"Link (\d{1,4}): *(.*)$")
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?) GB/s")
@@ -95,19 +95,19 @@ def read_text(text: str, name: str) -> Topology:
             notes.append(f"{_id(index)}: {len(gpu.inactive)} NVLinks are inactive")
     owners, links = _connect(gpus, rates, notes)
     devices = [
-        Device(_id(index), DeviceKind.GPU, _NODE, None, _attributes(index, gpu, rates, owners))
+        Device(_id(index), DeviceKind.GPU, NODE, None, _attributes(index, gpu, rates, owners))
         for index, gpu in gpus.items()
     ]
-    switch = nvswitch(_NODE)
+    switch = nvswitch(NODE)
     if any(switch == link.b for link in links):
-        devices.append(Device(switch, DeviceKind.NVSWITCH, _NODE))
+        devices.append(Device(switch, DeviceKind.NVSWITCH, NODE))
     notes.append("CPUs, PCIe, NUMA nodes and NICs are not in this output")
     ranks = tuple(_id(index) for index in gpus)
     return validate(Topology(name, tuple(devices), tuple(links), ranks, tuple(notes)))
 
 
 def _id(index: int) -> str:
-    return f"{_NODE}/gpu{index}"
+    return f"{NODE}/gpu{index}"
 
 
 def _read_gpus(lines: Sequence[str], name: str, notes: list[str]) -> dict[int, _Gpu]:
@@ -218,7 +218,7 @@ def _connect(
         why = "are hidden" if hidden else f"({', '.join(far_ends)}) are the same for all GPUs"
         notes.append(f"the far ends of the links {why}; they are taken to be NVSwitches")
         return {}, [
-            _link(_id(index), nvswitch(_NODE), len(gpu.remotes), rates[index])
+            _link(_id(index), nvswitch(NODE), len(gpu.remotes), rates[index])
             for index, gpu in linked.items()
         ]
     notes.append(

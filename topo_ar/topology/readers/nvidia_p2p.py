@@ -8,12 +8,12 @@ import re
 from itertools import combinations
 
 from topo_ar.topology.model import Device, DeviceKind, Topology, validate
+from topo_ar.topology.names import NODE
 from topo_ar.topology.readers.smi_matrix import Matrix, find_header, plain_lines, read_matrix
 from topo_ar.topology.wording import some
 
 FORMAT = "nvidia-smi-p2p"
 
-_NODE = "node0"
 _WORDS = {
     "OK": "works",
     "CNS": "is not supported by the chipset",
@@ -55,9 +55,9 @@ def read_text(text: str, name: str) -> Topology:
     ]
     devices = [
         Device(
-            f"{_NODE}/gpu{index}",
+            f"{NODE}/gpu{index}",
             DeviceKind.GPU,
-            _NODE,
+            NODE,
             None,
             {"index": index, **_status(gpu, matrix)},
         )

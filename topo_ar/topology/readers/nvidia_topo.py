@@ -11,13 +11,13 @@ from itertools import combinations
 from topo_ar.errors import TopologyError
 from topo_ar.topology.gpu_links import nvswitch
 from topo_ar.topology.model import Device, DeviceKind, Link, LinkKind, Topology, validate
+from topo_ar.topology.names import NODE
 from topo_ar.topology.readers.inferred_tree import Leaf, Pair, SmiClass, infer_tree
 from topo_ar.topology.readers.smi_matrix import Matrix, find_header, plain_lines, read_matrix
 from topo_ar.topology.wording import some
 
 FORMAT = "nvidia-smi-topo"
 
-_NODE = "node0"
 _FAILURES = re.compile(
     r"Failed to run topology matrix|Failed to initialize NVML|NVIDIA-SMI has failed"
     r"|No devices were found|Connection traversing",
@@ -58,7 +58,7 @@ def read_text(text: str, name: str) -> Topology:
     notes = [*matrix.notes]
     printed, nvlinks = _pairs(matrix, notes)
     leaves = [_leaf(device, ids[device], matrix) for device in matrix.devices]
-    tree = infer_tree(_NODE, leaves, printed)
+    tree = infer_tree(NODE, leaves, printed)
     devices = [*tree.devices]
     for device, leaf in zip(matrix.devices, leaves, strict=True):
         affinity = matrix.rows[device].affinity if device in matrix.rows else {}
@@ -99,9 +99,9 @@ def _ids(devices: Sequence[str], name: str) -> dict[str, str]:
     ids = {}
     for device in devices:
         if _is_gpu(device) or re.fullmatch(r"NIC\d{1,6}", device):
-            ids[device] = f"{_NODE}/{device[:3].lower()}{int(device[3:])}"
+            ids[device] = f"{NODE}/{device[:3].lower()}{int(device[3:])}"
     others = [device for device in devices if device not in ids]
-    ids |= {device: f"{_NODE}/nic{i}" for i, device in enumerate(others)}
+    ids |= {device: f"{NODE}/nic{i}" for i, device in enumerate(others)}
     if len(set(ids.values())) < len(devices):
         raise TopologyError(f"{name}: two columns are the same device; columns are {devices}")
     return ids
@@ -181,7 +181,7 @@ def _device(
         nic = names.get(device, "") if re.fullmatch(r"NIC\d+", device) else device
         if nic:
             attributes["name"] = nic
-        return Device(leaf.device, DeviceKind.NIC, _NODE, None, attributes)
+        return Device(leaf.device, DeviceKind.NIC, NODE, None, attributes)
     attributes["index"] = int(device.removeprefix("GPU"))
     if leaf.cpus:
         attributes["cpus"] = leaf.cpus
@@ -193,7 +193,7 @@ def _device(
     memory = affinity.get("GPU NUMA ID", "")
     if re.fullmatch(r"\d{1,6}", memory):
         attributes["gpu_numa"] = int(memory)
-    return Device(leaf.device, DeviceKind.GPU, _NODE, leaf.numa, attributes)
+    return Device(leaf.device, DeviceKind.GPU, NODE, leaf.numa, attributes)
 
 
 def _nvlinks(
@@ -213,8 +213,8 @@ def _nvlinks(
     for island in _islands(peers):
         most = max(sum(peers[gpu].values()) for gpu in island)
         if most > _MOST_NVLINKS:
-            name = nvswitch(_NODE) + (str(len(switches)) if switches else "")
-            switches.append(Device(name, DeviceKind.NVSWITCH, _NODE))
+            name = nvswitch(NODE) + (str(len(switches)) if switches else "")
+            switches.append(Device(name, DeviceKind.NVSWITCH, NODE))
             links += [
                 Link(ids[gpu], name, LinkKind.NVLINK, count=max(peers[gpu].values()))
                 for gpu in island

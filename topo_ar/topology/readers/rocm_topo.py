@@ -6,12 +6,12 @@ from itertools import combinations
 
 from topo_ar.errors import TopologyError
 from topo_ar.topology.model import Device, DeviceKind, Link, LinkKind, Topology, validate
+from topo_ar.topology.names import NODE
 from topo_ar.topology.readers.inferred_tree import Leaf, Pair, SmiClass, infer_tree
 from topo_ar.topology.wording import some
 
 FORMAT = "rocm-smi-topo"
 
-_NODE = "node0"
 _BANNER = re.compile(r"ROCm System Management Interface|ROCm SMI Log|between two GPUs")
 _TITLE = re.compile(r"\s*={3,} *([^=].*?)? *={3,}\s*$")
 _NUMA = re.compile(r"\s*GPU ?\[?(\d{1,4})\]?\s*: *\(Topology\) Numa (Node|Affinity): *(-?\d{1,6})")
@@ -53,7 +53,7 @@ def read_text(text: str, name: str) -> Topology:
         notes.append(f"NUMA node not known: {', '.join(missing)}")
     links, printed = _pairs(gpus, tables, known, notes)
     leaves = [Leaf(_id(gpu), known.get(gpu)) for gpu in gpus]
-    tree = infer_tree(_NODE, leaves, printed)
+    tree = infer_tree(NODE, leaves, printed)
     if tree.unplaced:
         notes.append(f"place on PCIe not known: {', '.join(tree.unplaced)}")
     notes += [
@@ -61,7 +61,7 @@ def read_text(text: str, name: str) -> Topology:
         "rates and NICs are not in this output; weights are the driver's, no rates",
     ]
     devices = [
-        Device(leaf.device, DeviceKind.GPU, _NODE, leaf.numa, {"index": gpu})
+        Device(leaf.device, DeviceKind.GPU, NODE, leaf.numa, {"index": gpu})
         for gpu, leaf in zip(gpus, leaves, strict=True)
     ]
     return validate(
@@ -76,7 +76,7 @@ def read_text(text: str, name: str) -> Topology:
 
 
 def _id(gpu: int) -> str:
-    return f"{_NODE}/gpu{gpu}"
+    return f"{NODE}/gpu{gpu}"
 
 
 def _read_blocks(text: str, notes: list[str]) -> tuple[dict[str, _Table], dict[int, int]]:
