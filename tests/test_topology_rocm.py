@@ -113,3 +113,11 @@ def test_the_file_with_bytes_flipped(data):
     for _ in range(data.draw(st.integers(1, 8))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     survives(raw.decode(errors="replace"))
+
+
+def test_pcie_pairs_without_numa_nodes_are_not_said_to_be_far():
+    text = table("Link Type", [["0", "PCIE"], ["PCIE", "0"]])
+    for numa in ("", "GPU[0] : (Topology) Numa Node: -1\nGPU[1] : (Topology) Numa Node: 0\n"):
+        topology = read(text + numa)
+        assert Paths(topology).between("node0/gpu0", "node0/gpu1").path_class is PathClass.DIS
+        assert said(topology, "GPU0 - GPU1: PCIe, but how near is unknown")

@@ -122,7 +122,7 @@ def _pairs(
     kinds, hops = tables.get(_KIND, {}), tables.get(_HOPS, {})
     links: list[Link] = []
     printed: dict[Pair, SmiClass] = {}
-    routed, unknown, unsure = [], [], []
+    routed, unknown, unsure, nowhere = [], [], [], []
     unequal: dict[str, list[str]] = {}
     for (i, a), (j, b) in combinations(enumerate(gpus), 2):
         pair = f"GPU{a} - GPU{b}"
@@ -140,8 +140,10 @@ def _pairs(
                 unsure.append(pair)
             links.append(Link(_id(a), _id(b), LinkKind.XGMI))
         elif "PCIE" in said:
-            near = a in numa and numa[a] == numa.get(b)
-            printed[i, j] = SmiClass.PHB if near else SmiClass.SYS
+            if a in numa and b in numa:
+                printed[i, j] = SmiClass.PHB if numa[a] == numa[b] else SmiClass.SYS
+            else:
+                nowhere.append(pair)
         else:
             unknown.append(pair)
     for pairs, what in (
@@ -149,6 +151,7 @@ def _pairs(
         (routed, "XGMI of more than one hop, so no link of their own"),
         (unsure, "hops not printed; taken to be joined directly"),
         (unknown, "kind of link not printed; unknown"),
+        (nowhere, "PCIe, but how near is unknown without NUMA nodes"),
     ):
         if pairs:
             notes.append(f"{some(pairs, 4)}: {what}")
