@@ -106,6 +106,24 @@ def test_predictions_come_before_the_row_and_from_other_sizes(ranks):
     ]
 
 
+def test_other_plans_are_measured_beside_the_plan(ranks):
+    against = ("plan:equal", "plan:flat")
+    rows, _ = rows_of(ranks, [0, 0, 1], sizes=(40_000,), iterations=1, against=against)
+    assert [(row["candidate"], row["family"], row["wrong"]) for row in rows] == [
+        ("plan", rows[0]["family"], 0),
+        ("plan:equal", "hierarchical_weighted", 0),
+        ("plan:flat", "flat_ring", 0),
+    ]
+    assert len({row["plan_hash"] for row in rows[1:]}) == 2
+    assert all(row["model_seconds"] > 0 for row in rows)
+
+
+def test_a_plan_that_cannot_be_asked_for_is_named():
+    ended = bench("--emulate", "1x2", "--against", "plan:tree")
+    assert ended.returncode == 2
+    assert "'plan:tree' is not one of gloo, openmpi, openmpi-han, plan:auto" in ended.stderr
+
+
 def test_marked_rows_carry_no_share(ranks):
     # Two hosts with one NIC each send S bytes: 16 bursts of 1000 bytes are 16,000.
     rows, _ = rows_of(

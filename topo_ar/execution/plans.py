@@ -178,9 +178,8 @@ class Plans:
         if missing and plan is self._mode:
             raise PlanError(f"the plan cannot run: {missing}")
         if missing:
-            logger.warning(
-                "plain all-reduce for %d bytes: %s %s", plan.nbytes, plan.family, missing
-            )
+            if self._rank == 0:  # equal on all ranks
+                logger.warning("plain all-reduce instead of %s: %s", plan.family, missing)
             return None
         return compile_program(schedule, self._rank, self._slot_nbytes)
 
