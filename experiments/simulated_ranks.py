@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-_DEADLINE_S = 60
+_DEADLINE_S = 30
 T = TypeVar("T")
 
 
@@ -35,12 +35,13 @@ class RankGroup:
         return found
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of fp32 tensors in order of positions."""
+        """Return the sum in order of positions, added up in at least fp32."""
         found = self._exchange(tensor.clone())
-        total: torch.Tensor = found[0].clone()
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        total: torch.Tensor = found[0].to(wide, copy=True)
         for other in found[1:]:
-            total += other
-        return total
+            total += other.to(wide)
+        return total.to(tensor.dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every member's tensor."""
@@ -53,14 +54,14 @@ class RankGroup:
 
 
 class SimulatedJob:
-    """Threads for all ranks; close it after use."""
+    """Threads for all ranks, each with a `group` of its rail and its node; close it after use."""
 
-    def __init__(self, num_nodes: int, num_local: int) -> None:
+    def __init__(self, num_nodes: int, num_local: int, group: type[RankGroup] = RankGroup) -> None:
         rails = [_Meeting(num_nodes) for _ in range(num_local)]
         nodes = [_Meeting(num_local) for _ in range(num_nodes)]
         self._meetings = (*rails, *nodes)
         self._ranks = [
-            (v, k, RankGroup(v, rails[k]), RankGroup(k, nodes[v]))
+            (v, k, group(v, rails[k]), group(k, nodes[v]))
             for v in range(num_nodes)
             for k in range(num_local)
         ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.jobs import blocks, communicator
+from tests.jobs import blocks, communicator, wrong_under_delays
 from topo_ar.errors import ExecutionError
 
 SHAPES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (3, 2), (4, 2), (4, 1), (8, 1)]
@@ -97,23 +97,7 @@ def test_a_half_precision_average_does_not_overflow(ranks) -> None:
 
 
 def _many_under_delays(rank: int, world_size: int, hosts: list[int]) -> int:
-    random.seed(rank)
-    wrong = 0
-    with communicator(rank, hosts, plan="hierarchical") as made:
-        for iteration in range(200):
-            buckets = [
-                torch.full((numel,), float(rank + iteration + i))
-                for i, numel in enumerate((4000, 9000, 4000, 70_000))
-            ]
-            futures = []
-            for bucket in buckets:
-                if random.random() < 0.1:
-                    time.sleep(random.random() * 0.002)
-                futures.append(made.all_reduce(bucket))
-            for i, future in enumerate(futures):
-                expected = sum(r + iteration + i for r in range(world_size))
-                wrong += int(not torch.equal(future.wait(), torch.full_like(buckets[i], expected)))
-    return wrong
+    return wrong_under_delays(rank, hosts, 200, (4000, 9000, 4000, 70_000))
 
 
 def test_two_hundred_steps_under_random_delays_are_right(ranks) -> None:

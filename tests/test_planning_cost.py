@@ -12,6 +12,7 @@ from topo_ar.errors import TopologyError
 from topo_ar.planning import cost
 from topo_ar.planning.calibration import Calibration, predict_seconds
 from topo_ar.planning.cost import CostParameters
+from topo_ar.planning.pipelines import end_of_chunks
 from topo_ar.planning.plan import Family
 
 # algbw in GB/s without latency: flat ring, sequential, pipelined limit, leader with one NIC.
@@ -44,13 +45,13 @@ def test_table_of_families(name):
     p = CostParameters.from_levels(equal(name))
     flat, sequential, pipelined, leader = TABLE[name]
     assert 1 / cost.flat_ring(p, 1) == pytest.approx(flat, abs=6e-4)
-    assert 1 / cost.hierarchical(p, [1]) == pytest.approx(sequential, abs=6e-4)
+    assert 1 / cost.rails(p).seconds([1]) == pytest.approx(sequential, abs=6e-4)
     assert 1 / max(p.intra_slope, p.inter_slope) == pytest.approx(pipelined, abs=6e-4)
-    assert 1 / cost.leader(p, [1], direct=False) == pytest.approx(leader, abs=6e-4)
+    assert 1 / cost.leaders(p, direct=False).seconds([1]) == pytest.approx(leader, abs=6e-4)
     if p.num_nodes == 2:
-        assert cost.leader(p, [1]) == cost.leader(p, [1], direct=False)
+        assert cost.leaders(p).seconds([1]) == cost.leaders(p, direct=False).seconds([1])
     limit = max(p.intra_slope, p.inter_slope)
-    assert limit <= cost.hierarchical(p, parts(1, 1000)) <= limit * Fraction(1002, 1000)
+    assert limit <= cost.rails(p).seconds(parts(1, 1000)) <= limit * Fraction(1002, 1000)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_table_of_families(name):
 )
 def test_chunks_overlap_exactly(name, count, exact):
     p = CostParameters.from_levels(equal(name))
-    assert cost.hierarchical(p, parts(1, count)) == exact
+    assert cost.rails(p).seconds(parts(1, count)) == exact
 
 
 @pytest.mark.parametrize(("sizes", "expected"), FLAT_UNEQUAL)
@@ -73,8 +74,8 @@ def test_latencies_of_the_formulas():
     p = CostParameters.from_levels(levels)
     # 14 steps, 2 of them over the network; 2 (g-1) a1 + 2 (n-1) a2; leader: in, across, out.
     assert cost.flat_ring(p, 0) == 2 * 100 + 12 * 1
-    assert cost.hierarchical(p, [0]) == 6 * 1 + 2 * 100
-    assert cost.leader(p, [0]) == 2 * 1 + 100
+    assert cost.rails(p).seconds([0]) == 6 * 1 + 2 * 100
+    assert cost.leaders(p).seconds([0]) == 2 * 1 + 100
 
 
 def test_ranks_dealt_round_robin_make_the_ring_cross_at_every_hop():
@@ -89,7 +90,7 @@ def test_ranks_dealt_round_robin_make_the_ring_cross_at_every_hop():
     in_order, round_robin = map(CostParameters.from_levels, (good, dealt))
     assert (in_order.crossings, round_robin.crossings) == (2, 4)
     assert cost.flat_ring(round_robin, 1) == 2 * cost.flat_ring(in_order, 1)
-    assert cost.hierarchical(round_robin, [1]) == cost.hierarchical(in_order, [1])
+    assert cost.rails(round_robin).seconds([1]) == cost.rails(in_order).seconds([1])
 
 
 @st.composite
@@ -102,7 +103,7 @@ def stages(draw):
 def test_pipeline_against_the_closed_formulas(case):
     (a_intra, k_intra, a_inter, k_inter), count = case
     local, remote = a_intra + k_intra / count, a_inter + k_inter / count
-    seconds = cost.pipeline_seconds([local] * count, [remote] * count)
+    seconds = end_of_chunks([[local] * count], [remote] * count, [[local] * count], [0] * count)
     if remote >= 2 * local:
         assert seconds == 2 * local + count * remote
     # K S / c + A + (c - 1) (a_m + k_m S / c) is safe: stages in one lockstep.
@@ -114,7 +115,7 @@ def test_pipeline_against_the_closed_formulas(case):
 @given(any_levels(even=True))
 def test_more_chunks_never_hurt_without_latency(levels):
     p = CostParameters.from_levels(levels)
-    times = [cost.hierarchical(p, parts(1, 2**k)) for k in range(6)]
+    times = [cost.rails(p).seconds(parts(1, 2**k)) for k in range(6)]
     assert times == sorted(times, reverse=True)
     assert float(times[0]) == pytest.approx(float(p.intra_slope + p.inter_slope))
 
@@ -130,8 +131,8 @@ def test_optimal_chunk_count_minimises_the_safe_formula(nbytes):
         return total * nbytes / count + (count - 1) * (4e-5 + slowest * nbytes / count)
 
     best = min(range(1, 400), key=safe)
-    assert abs(cost.optimal_chunk_count(p, nbytes) - best) <= 1
-    assert cost.optimal_chunk_count(CostParameters.from_levels(cluster([1, 1], 1, [1])), 99) == 1
+    assert abs(cost.rails(p).best_chunk_count(nbytes) - best) <= 1
+    assert cost.rails(CostParameters.from_levels(cluster([1, 1], 1, [1]))).best_chunk_count(99) == 1
 
 
 def test_calibration_predicts_within_its_reach():

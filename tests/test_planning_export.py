@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.foreign import foreign
+from tests.schedule_cases import in_order, make_plan
 from topo_ar.cli.main import app
 from topo_ar.errors import ConfigError, PlanError
 from topo_ar.planning.export import chakra, nccl_graph, nccl_tuner
@@ -15,38 +16,16 @@ from topo_ar.planning.export.msccl_xml import to_xml
 from topo_ar.planning.export.single_chunk import explicit, single_chunk
 from topo_ar.planning.export.transfers import transfers
 from topo_ar.planning.lowering import lower
-from topo_ar.planning.plan import Family, Plan, Shards
+from topo_ar.planning.plan import Family, Shards
 from topo_ar.planning.schedule import Op
 from topo_ar.planning.traffic import bytes_sent
 
 F = Family
 
 
-def make(family, sizes, nodes=None, ranks=None, nbytes=None, **third):
-    ranks_of, first = [], 0
-    for size in sizes:
-        ranks_of.append(tuple(range(first, first + size)))
-        first += size
-    nbytes = 64 * first if nbytes is None else nbytes
-    return Plan(
-        topology_hash="",
-        world_size=first,
-        nbytes=nbytes,
-        family=family,
-        nodes=tuple(ranks_of),
-        chunk_nbytes=(nbytes,),
-        shards=Shards(
-            tuple(nodes or (1,) * len(sizes)), tuple(ranks or ((1,) * size for size in sizes))
-        ),
-        predicted_seconds=1.0,
-        bound_seconds=1.0,
-        wire_limit_seconds=1.0,
-        gap=0.0,
-        bottleneck="",
-        alternatives=(),
-        reason="",
-        **third,
-    )
+def make(family, sizes, nodes=None, **third):
+    shards = Shards(nodes, tuple((1,) * size for size in sizes)) if nodes else None
+    return make_plan(family, in_order(sizes), 64 * sum(sizes), itemsize=1, shards=shards, **third)
 
 
 PLANS = {
@@ -59,7 +38,7 @@ PLANS = {
     "direct": make(F.DIRECT, [3, 2]),
     "two nodes": make(F.HIERARCHICAL_PIPELINED, [4, 4]),
     "three nodes": make(F.HIERARCHICAL_PIPELINED, [2, 2, 2]),
-    "leader": make(F.HIERARCHICAL_LEADER, [2, 2, 2], ranks=((1, 0),) * 3),
+    "leader": make(F.HIERARCHICAL_LEADER, [2, 2, 2]),
     "weighted": make(F.HIERARCHICAL_WEIGHTED, [4, 2, 2], nodes=(1, 0, 0)),
     "weighted shares": make(F.HIERARCHICAL_WEIGHTED, [2, 2, 2, 2], nodes=(2, 2, 1, 2)),
     "racks": make(F.HIERARCHICAL_THREE_LEVEL, [2] * 4, racks=((0, 1), (2, 3))),

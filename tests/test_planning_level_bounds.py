@@ -135,10 +135,10 @@ def test_no_family_beats_the_bound(levels):
     assert cost.flat_ring(p, S) >= bound
     if p.ranks_per_node:
         for count in (1, 2, 7, 100):
-            assert cost.hierarchical(p, [Fraction(S, count)] * count) >= bound
+            assert cost.rails(p).seconds([Fraction(S, count)] * count) >= bound
             if p.num_nodes > 1:
-                assert cost.leader(p, [Fraction(S, count)] * count) >= bound
-                assert cost.leader(p, [Fraction(S, count)] * count, direct=False) >= bound
+                assert cost.leaders(p).seconds([Fraction(S, count)] * count) >= bound
+                assert cost.leaders(p, direct=False).seconds([Fraction(S, count)] * count) >= bound
 
 
 @given(any_levels())

@@ -16,6 +16,7 @@ from topo_ar.errors import PlanError
 from topo_ar.planning import cost
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.level_bounds import all_reduce_lower_bound
+from topo_ar.planning.pipelines import end_of_chunks
 from topo_ar.planning.plan import Family, Shards
 from topo_ar.planning.timing import bandwidth_limit, time_schedule
 from topo_ar.topology.levels import Levels, NodeLevel, Rack
@@ -125,9 +126,9 @@ def test_pipelines_end_as_the_closed_form_says(n, g, rates, alphas, sizes):
     messages = 1 if n == 2 else 2 * (n - 1)
     inter = [messages * alphas[1] + Fraction(2 * (n - 1) * size, n * rates[1]) for size in chunks]
     seconds = time_schedule(schedule, levels).seconds
-    assert seconds == cost.pipeline_seconds(intra, inter)
+    assert seconds == end_of_chunks([intra], inter, [intra], [0] * len(inter))
     if n > 2:
-        expected = cost.hierarchical(CostParameters.from_levels(levels), chunks)
+        expected = cost.rails(CostParameters.from_levels(levels)).seconds(chunks)
         assert float(seconds) == pytest.approx(float(expected), rel=1e-12)
 
 
@@ -137,7 +138,7 @@ def test_leaders_end_as_the_closed_form_says(name, chunks):
     levels = equal(name)
     p = CostParameters.from_levels(levels)
     parts = [Fraction(1, chunks)] * chunks
-    assert per_byte(levels, Family.HIERARCHICAL_LEADER, chunks) == cost.leader(p, parts)
+    assert per_byte(levels, Family.HIERARCHICAL_LEADER, chunks) == cost.leaders(p).seconds(parts)
 
 
 @pytest.mark.parametrize(

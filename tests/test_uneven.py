@@ -1,8 +1,6 @@
 """Nodes of unequal numbers of ranks, and shares of any weights, on the fast path."""
 
 import hashlib
-import random
-import time
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.jobs import blocks, communicator
+from tests.jobs import blocks, communicator, wrong_under_delays
 from tests.schedule_cases import in_order, make, make_plan
 from topo_ar.errors import ConfigError, PlanError
 from topo_ar.execution.plans import Plans
@@ -273,23 +271,7 @@ def test_a_family_that_cannot_run_is_no_mode(ranks) -> None:
 
 
 def _many_under_delays(rank: int, world_size: int, hosts: list[int]) -> int:
-    random.seed(rank)
-    wrong = 0
-    with communicator(rank, hosts, plan="hierarchical") as made:
-        for step in range(60):
-            buckets = [
-                torch.full((numel,), float(rank + step + i))
-                for i, numel in enumerate((4000, 9001, 1, 70_000))
-            ]
-            futures = []
-            for bucket in buckets:
-                if random.random() < 0.1:
-                    time.sleep(random.random() * 0.002)
-                futures.append(made.all_reduce(bucket))
-            for i, future in enumerate(futures):
-                expected = sum(r + step + i for r in range(world_size))
-                wrong += int(not torch.equal(future.wait(), torch.full_like(buckets[i], expected)))
-    return wrong
+    return wrong_under_delays(rank, hosts, 60, (4000, 9001, 1, 70_000))
 
 
 @pytest.mark.parametrize("hosts", [[0, 1, 1, 2, 2, 2], [0, 1, 0, 0, 1, 2]], ids=str)

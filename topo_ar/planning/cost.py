@@ -4,13 +4,12 @@ Latencies are alpha (seconds for each message waited for), rates are beta (secon
 formulas are generic: integers, fractions and floats all work, so that tests can be exact.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from topo_ar.planning.contention import SharedPorts
 from topo_ar.planning.level_bounds import RateKind, check_levels, port_bandwidth
-from topo_ar.planning.pipelines import Pipeline, Stage, end_of_chunks
+from topo_ar.planning.pipelines import Pipeline, Stage
 from topo_ar.planning.runtime import GPU_RUNTIME, Runtime
 from topo_ar.planning.shares import share_bandwidth
 from topo_ar.topology.levels import Levels
@@ -168,11 +167,6 @@ def rails(parameters: CostParameters) -> Pipeline:
     )
 
 
-def hierarchical(parameters: CostParameters, chunk_nbytes: Sequence[float]) -> float:
-    """Return seconds of `rails` over these chunks."""
-    return rails(parameters).seconds(chunk_nbytes)
-
-
 def leaders(parameters: CostParameters, *, direct: bool = True) -> Pipeline:
     """Return the stages when one rank of each node reduces, exchanges on one NIC and shares out.
 
@@ -189,24 +183,3 @@ def leaders(parameters: CostParameters, *, direct: bool = True) -> Pipeline:
         slope=slope + (n - 1) * p.gamma,
         network=slope,
     )
-
-
-def leader(
-    parameters: CostParameters, chunk_nbytes: Sequence[float], *, direct: bool = True
-) -> float:
-    """Return seconds of `leaders` over these chunks."""
-    return leaders(parameters, direct=direct).seconds(chunk_nbytes)
-
-
-def pipeline_seconds(intra: Sequence[float], inter: Sequence[float]) -> float:
-    """Return the end of a pipeline of chunks over one stage inside nodes and one between them.
-
-    Chunk i takes ``intra[i]`` to reduce-scatter, ``inter[i]`` between nodes and ``intra[i]`` to
-    all-gather; see `end_of_chunks`.
-    """
-    return end_of_chunks([intra], inter, [intra], [0] * len(inter))
-
-
-def optimal_chunk_count(parameters: CostParameters, nbytes: float) -> int:
-    """Return the number of equal chunks at which latency and overlap of `rails` balance."""
-    return rails(parameters).best_chunk_count(nbytes)

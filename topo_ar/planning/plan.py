@@ -6,6 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from topo_ar.errors import PlanError
+from topo_ar.versioned_json import decode
 
 SCHEMA_VERSION = 2
 
@@ -114,12 +115,5 @@ class Plan(
         PlanError
             If `text` is not a plan of a known schema; the message names the field.
         """
-        try:
-            plan = msgspec.json.decode(text, type=Plan)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PlanError(f"not a plan: {error}; write one with `topo-ar plan -o FILE`") from None
-        if plan.schema != SCHEMA_VERSION:
-            raise PlanError(
-                f"plan schema {plan.schema} is not known; this version reads {SCHEMA_VERSION}"
-            )
-        return plan
+        hint = "write one with `topo-ar plan -o FILE`"
+        return decode(text, Plan, SCHEMA_VERSION, "plan", hint, PlanError)

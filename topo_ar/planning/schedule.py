@@ -19,6 +19,7 @@ from enum import StrEnum
 import msgspec
 
 from topo_ar.errors import PlanError
+from topo_ar.versioned_json import decode
 
 SCHEDULE_SCHEMA_VERSION = 1
 
@@ -106,13 +107,5 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         PlanError
             If `text` is not a schedule of a known schema; the message names the field.
         """
-        try:
-            schedule = msgspec.json.decode(text, type=Schedule)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PlanError(f"not a schedule: {error}; lower a plan to make one") from None
-        if schedule.schema != SCHEDULE_SCHEMA_VERSION:
-            raise PlanError(
-                f"schedule schema {schedule.schema} is not known; "
-                f"this version reads {SCHEDULE_SCHEMA_VERSION}"
-            )
-        return schedule
+        hint = "lower a plan to make one"
+        return decode(text, Schedule, SCHEDULE_SCHEMA_VERSION, "schedule", hint, PlanError)

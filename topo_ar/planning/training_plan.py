@@ -4,6 +4,7 @@ import msgspec
 
 from topo_ar.errors import PlanError
 from topo_ar.planning.plan import Family
+from topo_ar.versioned_json import decode
 
 SCHEMA_VERSION = 1
 
@@ -150,15 +151,5 @@ class TrainingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         PlanError
             If `text` is not a training plan of a known schema; the message names the field.
         """
-        try:
-            plan = msgspec.json.decode(text, type=TrainingPlan)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PlanError(
-                f"not a training plan: {error}; write one with `topo-ar plan --model ... --json`"
-            ) from None
-        if plan.schema != SCHEMA_VERSION:
-            raise PlanError(
-                f"training plan schema {plan.schema} is not known; this version reads "
-                f"{SCHEMA_VERSION}"
-            )
-        return plan
+        hint = "write one with `topo-ar plan --model ... --json`"
+        return decode(text, TrainingPlan, SCHEMA_VERSION, "training plan", hint, PlanError)

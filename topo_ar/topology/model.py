@@ -12,6 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from topo_ar.errors import TopologyError
+from topo_ar.versioned_json import decode
 
 SCHEMA_VERSION = 1
 
@@ -130,17 +131,8 @@ def from_json(text: bytes | str) -> Topology:
     TopologyError
         If `text` is not a sound topology of a known schema; the message names the field.
     """
-    try:
-        topology = msgspec.json.decode(text, type=Topology)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TopologyError(
-            f"not a topology: {error}; write one with `topo-ar probe -o FILE`"
-        ) from None
-    if topology.schema != SCHEMA_VERSION:
-        raise TopologyError(
-            f"topology schema {topology.schema} is not known; this version reads {SCHEMA_VERSION}"
-        )
-    return validate(topology)
+    hint = "write one with `topo-ar probe -o FILE`"
+    return validate(decode(text, Topology, SCHEMA_VERSION, "topology", hint, TopologyError))
 
 
 def topology_hash(topology: Topology) -> str:

@@ -3,6 +3,7 @@
 import msgspec
 
 from topo_ar.errors import TopologyError
+from topo_ar.versioned_json import decode
 
 SCHEMA_VERSION = 1
 
@@ -81,17 +82,8 @@ def measurement_from_json(text: bytes | str) -> Measurement:
     TopologyError
         If `text` is none, is of a schema that is not known, or its tables do not fit each other.
     """
-    try:
-        measurement = msgspec.json.decode(text, type=Measurement)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TopologyError(
-            f"not a measurement: {error}; write one with `topo-ar probe --measure --times FILE`"
-        ) from None
-    if measurement.schema != SCHEMA_VERSION:
-        raise TopologyError(
-            f"measurement schema {measurement.schema} is not known; "
-            f"this version reads {SCHEMA_VERSION}"
-        )
+    hint = "write one with `topo-ar probe --measure --times FILE`"
+    measurement = decode(text, Measurement, SCHEMA_VERSION, "measurement", hint, TopologyError)
     for name, times, size in (
         ("ranks", measurement.ranks, sum(map(len, measurement.groups))),
         ("hosts", measurement.hosts, len(measurement.groups)),
