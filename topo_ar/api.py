@@ -41,14 +41,15 @@ def plan(topology: Topology, nbytes: int, *, family: Family | None = None) -> Pl
     from topo_ar.topology.model import topology_hash
 
     runtime = runtime_of(topology)
+    both = levels(topology)
     return make_plan(
-        levels(topology),
+        both,
         nbytes,
         topology_hash=topology_hash(topology),
         family=family,
         runtime=runtime,
         families=runtime.families,
-        nccl=nccl_machine_of(topology),
+        nccl=nccl_machine_of(topology, both),
     )
 
 

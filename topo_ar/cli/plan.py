@@ -182,7 +182,7 @@ def plan(
     _say_what_is_missing(found)
     both, digest, runtime = levels(found), topology_hash(found), runtime_of(found)
     measured = None if calibration is None else _calibration(calibration, both)
-    nccl = nccl_machine_of(found)
+    nccl = nccl_machine_of(found, both)
     nvls = nccl is not None and nccl.nvls
     bound = _topology_bound(found, nvls) if exact and both.world_size > 1 else None
     plans = [

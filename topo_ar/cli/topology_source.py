@@ -12,7 +12,7 @@ from topo_ar.topology.model import Topology
 from topo_ar.units import parse_rate
 
 TopologyName = Annotated[
-    str, typer.Argument(help="A topology file (JSON or NCCL XML) or a preset.")
+    str, typer.Argument(help="A topology file in any known format, or a preset.")
 ]
 Nodes = Annotated[int | None, typer.Option("--nodes", help="Nodes of a preset (default 1).")]
 RanksPerNode = Annotated[

@@ -79,7 +79,7 @@ class Plans:
         if isinstance(mode, Plan):
             _require_fit("plan", mode.nodes, nodes)
         self._topology_hash = topology_hash(topology)
-        self._nccl = nccl_machine_of(topology)
+        self._nccl = nccl_machine_of(topology, self._levels)
         self._rank = rank
         self._mode = mode
         self._plain_reason = plain_reason

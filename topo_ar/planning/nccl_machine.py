@@ -13,8 +13,8 @@ from topo_ar.topology.ports import links_by_device
 _FIRST_NVLS = 90
 
 
-def nccl_machine(topology: Topology) -> NcclMachine:
-    """Return the equal nodes of `topology` in NCCL's terms.
+def nccl_machine(topology: Topology, known: Levels | None = None) -> NcclMachine:
+    """Return the equal nodes of `topology` in NCCL's terms; `known` are its levels, if at hand.
 
     NVLinks count at NCCL's rate for their generation, NICs at the smaller of cable and PCIe link.
     NVLS is taken to work where GPUs of compute capability 90 or more meet at an NVSwitch.
@@ -28,7 +28,7 @@ def nccl_machine(topology: Topology) -> NcclMachine:
     links = links_by_device(topology.links)
     gpus = [devices[rank] for rank in topology.ranks]
     capability = min((_capability(gpu) for gpu in gpus), default=0)
-    nodes = levels(topology).nodes
+    nodes = (known or levels(topology)).nodes
     shapes = {(len(node.ranks), tuple(nic.nominal for nic in node.nics)) for node in nodes}
     if len(shapes) > 1:
         raise PlanError(
@@ -56,10 +56,10 @@ def nccl_machine(topology: Topology) -> NcclMachine:
     )
 
 
-def nccl_machine_of(topology: Topology) -> NcclMachine | None:
-    """Return `topology` in NCCL's terms, None where NCCL's model says nothing of it."""
+def nccl_machine_of(topology: Topology, known: Levels | None = None) -> NcclMachine | None:
+    """Return what `nccl_machine` does, None where NCCL's model says nothing of it."""
     try:
-        return _searched(nccl_machine(topology))
+        return _searched(nccl_machine(topology, known))
     except (PlanError, TopologyError):
         return None
 
