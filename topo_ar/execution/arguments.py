@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-_PLAIN_DTYPES = frozenset(
+_DTYPES = frozenset(
     {
         torch.float16,
         torch.bfloat16,
@@ -22,14 +22,20 @@ _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _OF_BITS = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 
 
-def check(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
+def check(tensor: torch.Tensor, asked: "dist.ReduceOp.RedOpType") -> "dist.ReduceOp.RedOpType":
     """Refuse what would fail on the way and so end the communicator for all ranks.
+
+    Returns
+    -------
+    RedOpType
+        The operation that is `asked` for, also where it came inside a `ReduceOp`.
 
     Raises
     ------
     ValueError
-        If `tensor` cannot be reduced by `op`; names the remedy.
+        If `tensor` cannot be reduced so; names the remedy.
     """
+    op: dist.ReduceOp.RedOpType = getattr(asked, "op", asked)
     layout, dtype = tensor.layout, tensor.dtype
     if layout is torch.strided:
         if not tensor.is_contiguous():
@@ -47,13 +53,14 @@ def check(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
             "all_reduce needs plain memory, not a lazily conjugated or negated view; pass "
             "tensor.resolve_conj() or tensor.resolve_neg()"
         )
-    if not dtype.is_floating_point and op == dist.ReduceOp.AVG:
+    if op == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"AVG of {dtype} is not defined; use SUM and divide")
     if tensor.device.type == "cpu":
-        if dtype not in _PLAIN_DTYPES:
+        if dtype not in _DTYPES:
             raise ValueError(f"all_reduce does not take {dtype} on CPU; convert the tensor")
         if op not in _SUMS:
             _check_other_op(tensor, op)
+    return op
 
 
 def _check_other_op(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:

@@ -20,10 +20,11 @@ from topo_ar.execution.arguments import check
 from topo_ar.execution.discover import discover_job
 from topo_ar.execution.flight import Collective, Span
 from topo_ar.execution.job import Job
-from topo_ar.execution.kernels import Kernel
+from topo_ar.execution.kernels import CODES, Kernel
 from topo_ar.execution.loop import Loop
 from topo_ar.execution.measure import measure_levels
 from topo_ar.execution.pipeline import Pipeline
+from topo_ar.execution.plain import reduce_plainly
 from topo_ar.execution.plans import MODES, Plans, Prepared
 from topo_ar.execution.program import node_program
 from topo_ar.execution.ticket import Pending, Ticket
@@ -132,9 +133,9 @@ class Communicator:
         """Reduce `tensor` in place over all ranks and return a future of it.
 
         Every rank ends with the same bits. 16-bit types are added in fp32 and rounded once in the
-        node and once between nodes. Operations and dtypes that the engine does not take go to
-        gloo, in the same order; there, as in torch.distributed, calls that differ between ranks
-        are not noticed.
+        node and once between nodes. Integers wrap around, the sum of bools is their OR, and a NaN
+        is kept by MIN and MAX. Sparse tensors and operations on bits go to gloo, in the same order;
+        there, as in torch.distributed, calls that differ between ranks are not noticed.
 
         Callbacks of the future run on the thread that does the work: they may call `all_reduce`
         but not wait for it.
@@ -155,7 +156,7 @@ class Communicator:
             If `tensor` cannot be reduced by `op`, for instance because it is not contiguous;
             raised before anything is sent.
         """
-        check(tensor, op)
+        op = check(tensor, op)
         if tensor.numel() == 0 or self.world_size == 1:
             ticket = Ticket(-1, tensor, Pending(self._loop.drives_here), _nothing, on_done)
             ticket.complete()
@@ -185,7 +186,7 @@ class Communicator:
         """
         if tensor.device.type != "cpu" or tensor.numel() == 0 or self.world_size == 1:
             return self.all_reduce(tensor, op).wait()
-        check(tensor, op)
+        op = check(tensor, op)
         prepared = self._prepared(tensor, op)
         with self._lock:
             ticket = self._ticket(tensor, op, prepared)
@@ -196,8 +197,9 @@ class Communicator:
 
     def _prepared(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> Prepared | None:
         """Return what is planned for the tensor; None where only the plain path will do."""
-        if op in _SUMS and tensor.layout is torch.strided:
-            return self._plans.prepared(tensor)
+        planned = CODES if tensor.device.type == "cpu" else _SUMS
+        if op in planned and tensor.layout is torch.strided:
+            return self._plans.prepared(_real(tensor))
         return None
 
     def _ticket(
@@ -241,16 +243,15 @@ class Communicator:
         op: "dist.ReduceOp.RedOpType",
         prepared: Prepared | None,
     ) -> Collective | Callable[[], None]:
-        if prepared is None or prepared.program is None or prepared.kernel is None:
-            return partial(self._plain, tensor, op)
-        average = op == dist.ReduceOp.AVG
+        if prepared is None or prepared.program is None:
+            return partial(reduce_plainly, self._job.channel, tensor, op)
+        kernel = self._plans.kernel(tensor.dtype, op)
         return Collective(
             number=number,
-            fingerprint=prepared.fingerprint ^ average,
+            fingerprint=prepared.fingerprint ^ CODES[op],
             program=prepared.program,
-            kernel=prepared.kernel,
-            buffer=prepared.kernel.view(tensor),
-            divisor=self.world_size if average else 1,
+            kernel=kernel,
+            buffer=kernel.view(_real(tensor)),
         )
 
     def _all_reduce_in_node(self, tensor: torch.Tensor) -> None:
@@ -260,18 +261,10 @@ class Communicator:
         )
         number = self._next_ticket
         self._next_ticket += 1
-        work = Collective(number, tensor.numel(), program, kernel, kernel.view(tensor), 1)
+        work = Collective(number, tensor.numel(), program, kernel, kernel.view(tensor))
         ticket = Ticket(number, tensor, Pending(self._loop.drives_here), work)
         self._loop.submit(ticket)
         ticket.future.wait()
-
-    def _plain(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
-        # Gloo divides a sum, which in 16 bits may have overflowed, and no sparse tensor at all.
-        if op == dist.ReduceOp.AVG and (tensor.is_sparse or tensor.itemsize == 2):
-            with torch.inference_mode():
-                tensor.div_(self.world_size)
-            op = dist.ReduceOp.SUM
-        self._job.channel.all_reduce(tensor, op)
 
     @property
     def error(self) -> ExecutionError | None:
@@ -328,6 +321,10 @@ class Communicator:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _nothing() -> None:

@@ -27,7 +27,6 @@ class Collective:
     program: tuple[ChunkProgram, ...]
     kernel: Kernel
     buffer: Array
-    divisor: int
     first: int = 0
 
     @property

@@ -52,7 +52,7 @@ class Pipeline:
         self._next_free = 0
         self._frames = 0  # expected from peers or not yet sent to them
         self.chunks: dict[int, Chunk] = {}
-        self._sums = [np.empty(0, np.uint8)] * SUM_SLOTS
+        self._partials = [np.empty(0, np.uint8)] * SUM_SLOTS
         self._arrivals = {peer: [np.empty(0, np.uint8)] * SUM_SLOTS for peer in flows}
 
     @property
@@ -160,17 +160,15 @@ class Pipeline:
             sources = [self._input(chunk, begin, end)]
         if not program.segments:
             out = self._result(index, chunk, begin, end)
-            kernel.sum_into(out, sources, collective.divisor)
+            kernel.reduce_all(out, sources)
             return
-        # A 16-bit sum may overflow between the stages, so the average is taken in the first.
-        early = collective.divisor if kernel.rounds else 1
-        out = self._sum(index, chunk, begin, end)
-        kernel.sum_into(out, sources, early)
+        partial = self._partial(index, chunk)
+        kernel.reduce_in_node(partial, sources)
         chunk.wire_begin = chunk.wire_begin or time.monotonic()
         for segment in program.segments:
             kind = Kind.CONTRIBUTION if segment.parts else Kind.EXCHANGE
             for peer, first, last in segment.outgoing:
-                piece = out[first - begin : last - begin]
+                piece = kernel.piece(partial, first - begin, last - begin)
                 self._send(peer, kind, index, chunk, piece, segment.number)
 
     def _add(self) -> bool:
@@ -189,15 +187,16 @@ class Pipeline:
     def _add_segment(self, index: int, chunk: Chunk, segment: Segment) -> None:
         kernel = chunk.collective.kernel
         begin, end = segment.part
+        first = chunk.program.shard_begin
         started = time.monotonic()
         sources = [
-            self._sum(index, chunk, begin, end)
+            kernel.piece(self._partial(index, chunk), begin - first, end - first)
             if peer == self.rank
-            else self._arrival(peer, index, chunk, segment).view(kernel.storage)
+            else self._arrival(peer, index, chunk, segment).view(kernel.partial)
             for peer in segment.rail
         ]
         out = self._result(index, chunk, begin, end)
-        kernel.sum_into(out, sources, 1 if kernel.rounds else chunk.collective.divisor)
+        kernel.reduce_between(out, sources, segment.rail)
         self._span(segment.stage, index, "add", started)
         if segment.parts:
             chunk.wire_begin = time.monotonic()
@@ -321,12 +320,14 @@ class Pipeline:
     def _result(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
         return self._slice(self.node.result(index), chunk, begin, end)
 
-    def _sum(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
-        slot = _grown(self._sums, index % SUM_SLOTS, self.slot_nbytes)
-        return self._slice(slot, chunk, begin, end)
+    def _partial(self, index: int, chunk: Chunk) -> Array:
+        kernel, program = chunk.collective.kernel, chunk.program
+        nbytes = (program.shard_end - program.shard_begin) * kernel.partial_nbytes(self.rank)
+        slot = _grown(self._partials, index % SUM_SLOTS, max(nbytes, self.slot_nbytes))
+        return slot[:nbytes].view(kernel.partial)
 
     def _arrival(self, peer: int, index: int, chunk: Chunk, segment: Segment) -> NDArray[np.uint8]:
-        itemsize = chunk.collective.kernel.itemsize
+        itemsize = chunk.collective.kernel.partial_nbytes(peer)
         # Room for all segments at once: growing would lose those that are here already.
         nbytes = chunk.program.arriving_numel * itemsize
         slot = _grown(self._arrivals[peer], index % SUM_SLOTS, nbytes)

@@ -5,9 +5,10 @@ import logging
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from topo_ar.errors import PlanError
-from topo_ar.execution.kernels import Kernel, supported
+from topo_ar.execution.kernels import Kernel
 from topo_ar.execution.program import ChunkProgram, compile_program
 from topo_ar.execution.reach import Reach
 from topo_ar.planning.equal_shares import with_equal_shares
@@ -31,13 +32,12 @@ _MOST_KEPT = 1024
 class Prepared:
     """What is kept for one (number of elements, dtype, device): the plan and this rank's program.
 
-    `program` and `kernel` are None where the plain path is taken; `fingerprint` tells collectives
-    apart that ranks must not mix.
+    `program` is None where the plain path is taken; `fingerprint` tells collectives apart that
+    ranks must not mix, up to their operation.
     """
 
     plan: Plan
     program: tuple[ChunkProgram, ...] | None
-    kernel: Kernel | None
     fingerprint: int
 
 
@@ -86,6 +86,8 @@ class Plans:
         self._slot_nbytes = slot_nbytes
         self._reach = Reach(nodes)
         self._kept: dict[tuple[int, torch.dtype, str], Prepared] = {}
+        self._world_size = sum(map(len, nodes))
+        self._kernels: dict[tuple[torch.dtype, dist.ReduceOp.RedOpType], Kernel] = {}
 
     @property
     def nics_per_node(self) -> int:
@@ -158,19 +160,23 @@ class Plans:
             prepared = self._kept[key] = self._prepare(tensor)
         return prepared
 
+    def kernel(self, dtype: torch.dtype, op: "dist.ReduceOp.RedOpType") -> Kernel:
+        """Return what reduces tensors of `dtype` by `op`."""
+        key = (dtype, op)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = Kernel(dtype.to_real(), op, self._world_size)
+        return kernel
+
     def _prepare(self, tensor: torch.Tensor) -> Prepared:
         plan = self.plan_for(tensor.nbytes, tensor.itemsize, tensor.device.type)
-        program = kernel = None
+        program = None
         if tensor.device.type == "cpu":
             if self._rank == 0:  # equal on all ranks
                 logger.info("plan for %d bytes: %s", tensor.nbytes, plan.reason)
-            if supported(tensor.dtype):
-                program = self._program(plan, tensor)
-                kernel = Kernel(tensor.dtype)
-            else:
-                logger.info("plain all-reduce for %s", tensor.dtype)
+            program = self._program(plan, tensor)
         digest = hashlib.sha256(f"{plan.hash} {tensor.dtype}".encode()).digest()
-        return Prepared(plan, program, kernel, int.from_bytes(digest[:8], "little", signed=True))
+        return Prepared(plan, program, int.from_bytes(digest[:8], "little", signed=True))
 
     def _program(self, plan: Plan, tensor: torch.Tensor) -> tuple[ChunkProgram, ...] | None:
         schedule = lower(plan, tensor.numel(), tensor.itemsize)
