@@ -23,11 +23,14 @@ from topo_ar.execution.job import Job
 from topo_ar.execution.kernels import CODES, Kernel
 from topo_ar.execution.loop import Loop
 from topo_ar.execution.measure import measure_levels
+from topo_ar.execution.node_group import NodeGroup
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.plain import reduce_plainly
 from topo_ar.execution.plans import MODES, Plans, Prepared
 from topo_ar.execution.program import node_program
-from topo_ar.execution.ticket import Pending, Ticket
+from topo_ar.execution.rail_group import RailGroup
+from topo_ar.execution.reach import is_equal, rail_of
+from topo_ar.execution.ticket import GroupWork, Pending, Ticket
 from topo_ar.execution.transports.stages import InlineStages, StageGroups
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.topology.model import Topology
@@ -90,7 +93,7 @@ class Communicator:
         self.rank, self.world_size = job.channel.rank, job.channel.world_size
         self.nodes, self.plain_reason = job.nodes, job.plain_reason
         pipeline = Pipeline(job.node, self.rank, job.flows, SLOT_NBYTES)
-        self._loop = Loop(pipeline, timeout_s, job.close)
+        self._loop = Loop(pipeline, timeout_s, job.close, rail_of(job.nodes, self.rank))
         self._end = weakref.finalize(self, self._loop.abandon)
         self._end.atexit = False
         self._stage_groups: StageGroups | None = None
@@ -194,6 +197,52 @@ class Communicator:
         if claimed:
             self._loop.drive(ticket)
         return ticket.future.wait()
+
+    @property
+    def groups_reason(self) -> str | None:
+        """Why `run` has no groups to offer; None where it has. The same on all ranks."""
+        if self.plain_reason is not None:
+            return self.plain_reason
+        return None if is_equal(self.nodes) else "the nodes have unequal numbers of ranks"
+
+    def run(
+        self,
+        tensor: torch.Tensor,
+        work: Callable[[NodeGroup, RailGroup], None],
+        fingerprint: int,
+        on_done: Callable[[], None] | None = None,
+    ) -> "torch.futures.Future[torch.Tensor]":
+        """Let the communication thread do `work` with the groups of this rank.
+
+        It waits its turn among the all-reduces; those called later wait for it. All ranks call it
+        in the same order and make the same exchanges in it. What it raises ends the communicator
+        on all ranks, as a failed all-reduce does.
+
+        Parameters
+        ----------
+        tensor : Tensor
+            What the future will hold; `work` writes to it.
+        work : callable
+            Called with the co-located ranks, and the ranks in this one's place on all nodes.
+        fingerprint : int
+            64 bits, signed: tells works apart that ranks must not mix.
+        on_done : callable, optional
+            As for `all_reduce`.
+
+        Raises
+        ------
+        ConfigError
+            If there are no such groups; see `groups_reason`.
+        """
+        if self.groups_reason is not None:
+            raise ConfigError(f"there are no groups to work with: {self.groups_reason}")
+        with self._lock:
+            number = self._next_ticket
+            self._next_ticket = number + 1
+            pending = Pending(self._loop.drives_here)
+            ticket = Ticket(number, tensor, pending, GroupWork(work, fingerprint), on_done)
+            self._loop.submit(ticket)
+        return ticket.future
 
     def _prepared(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> Prepared | None:
         """Return what is planned for the tensor; None where only the plain path will do."""

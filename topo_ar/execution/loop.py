@@ -12,15 +12,17 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from topo_ar.errors import ExecutionError
+from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Collective
+from topo_ar.execution.groups import Groups
 from topo_ar.execution.guard import Failure, decode_failure, failure_of
 from topo_ar.execution.pipeline import Pipeline
-from topo_ar.execution.ticket import Ticket
+from topo_ar.execution.ticket import GroupWork, Ticket
 from topo_ar.execution.transports.tcp import abort_all
 from topo_ar.execution.waiting import interest, needs, waits_for
 from topo_ar.planning.schedule import Stage
@@ -49,14 +51,25 @@ class Loop:
         How long nothing may move while a ticket is open.
     release : callable
         Called once, by the thread as its last act: nothing of the pipeline is used any more.
+    rail : sequence of int, optional
+        The ranks in this one's place on all nodes; without it there is no work with groups.
     """
 
-    def __init__(self, pipeline: Pipeline, timeout_s: float, release: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        timeout_s: float,
+        release: Callable[[], object],
+        rail: Sequence[int] = (),
+    ) -> None:
         self.pipeline = pipeline
         self.timeout_s = timeout_s
         self.error: ExecutionError | None = None
         self._node = pipeline.node
         self._flows = list(pipeline.flows.values())
+        self._groups: Groups | None = None
+        if rail:
+            self._groups = Groups(self._node, rail, pipeline.rank, pipeline.flows, self._attend)
         self._incoming: deque[Ticket] = deque()
         self._open: dict[int, Ticket] = {}
         self._release = release
@@ -236,8 +249,30 @@ class Loop:
             else:
                 self._open[ticket.number] = ticket
                 self._incoming.popleft()
-                self._reduce_plainly(ticket.work)
+                if isinstance(ticket.work, GroupWork):
+                    assert self._groups is not None
+                    self._last_move = time.monotonic()
+                    self._groups.do(ticket.work)
+                else:
+                    self._reduce_plainly(ticket.work)
                 self._complete(ticket.number)
+
+    def _attend(self, errand: Errand) -> None:
+        """Do an errand of a group to its end, waiting as for the pipeline."""
+        self.pipeline.errand = errand
+        idle = 0
+        while not errand.done():
+            if errand.turn():
+                self._last_move = time.monotonic()
+                idle = 0
+            elif idle < YIELDS_BEFORE_BLOCKING:
+                idle += 1
+                os.sched_yield()
+            else:
+                self._wait()
+                idle = 0
+        self._last_move = time.monotonic()
+        self.pipeline.errand = None
 
     def _finished(self, collective: Collective) -> None:
         self._complete(collective.number)

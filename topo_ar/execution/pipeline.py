@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topo_ar.errors import ExecutionError
+from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Chunk, Collective, Span
 from topo_ar.execution.kernels import Array
 from topo_ar.execution.program import Segment
@@ -48,6 +49,7 @@ class Pipeline:
         self.next_in = self.next_reduce = self.next_add = self.next_publish = self.next_out = 0
         self.finished: Callable[[Collective], None] = lambda collective: None
         self.spans: list[Span] | None = None
+        self.errand: Errand | None = None
         self._flows = list(flows.values())
         self._next_free = 0
         self._frames = 0  # expected from peers or not yet sent to them
@@ -57,8 +59,8 @@ class Pipeline:
 
     @property
     def busy(self) -> bool:
-        """Whether a chunk is unfinished or bytes wait to be sent."""
-        return self.next_out < self.end or self._frames > 0
+        """Whether a chunk is unfinished, bytes wait to be sent or an errand is under way."""
+        return self.next_out < self.end or self._frames > 0 or self.errand is not None
 
     def enqueue(self, collective: Collective) -> None:
         """Append the chunks of `collective`; every rank does so in the same order."""
@@ -73,6 +75,8 @@ class Pipeline:
 
     def turn(self) -> bool:
         """Try every lane once, nearest to the wire first; return whether anything moved."""
+        if self.errand is not None:
+            return self.errand.turn()
         moved = False
         if self._frames:
             for flow in self._flows:
@@ -234,6 +238,13 @@ class Pipeline:
         self, flow: Flow, kind: int, index: int, fingerprint: int, segment: int
     ) -> memoryview | None:
         """Return where a frame's payload belongs, or None until that place is free."""
+        if kind == Kind.GROUP:
+            raise ExecutionError(
+                f"rank {flow.rank} exchanges what is compressed where rank {self.rank} all-reduces;"
+                " all ranks must make equal calls in equal order",
+                ranks=(flow.rank,),
+                stage=Stage.INTER_EXCHANGE,
+            )
         if index >= self.end:
             return None
         chunk = self.chunks[index]

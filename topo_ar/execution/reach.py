@@ -42,6 +42,17 @@ def peers_of(nodes: Nodes, rank: int) -> tuple[int, ...]:
     )
 
 
+def rail_of(nodes: Nodes, rank: int) -> tuple[int, ...]:
+    """Return the ranks in the place of `rank` on all nodes, in their order; equal nodes only.
+
+    Empty where nodes hold unequal numbers of ranks.
+    """
+    if not is_equal(nodes):
+        return ()
+    at = next(node.index(rank) for node in nodes if rank in node)
+    return tuple(node[at] for node in nodes)
+
+
 def is_equal(nodes: Nodes) -> bool:
     """Tell whether all nodes hold equally many ranks."""
     return len({len(node) for node in nodes}) == 1

@@ -1,13 +1,18 @@
-"""One call of all_reduce: what is to be done for it, and the future that its caller holds."""
+"""One call: what is to be done for it, and the future that its caller holds."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from topo_ar.errors import ExecutionError
 from topo_ar.execution.flight import Collective
+
+if TYPE_CHECKING:
+    from topo_ar.execution.node_group import NodeGroup
+    from topo_ar.execution.rail_group import RailGroup
 
 logger = logging.getLogger("topo_ar")
 
@@ -42,18 +47,26 @@ class Pending(torch.futures.Future[torch.Tensor]):
         return super().wait()
 
 
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """What a rank does with its groups; `fingerprint` tells works apart that ranks must not mix."""
+
+    work: "Callable[[NodeGroup, RailGroup], None]"
+    fingerprint: int
+
+
 @dataclass(slots=True)
 class Ticket:
-    """One call of all_reduce.
+    """One call of all_reduce, or of what is done with groups.
 
-    `work` is a `Collective` for the pipeline, or a function that reduces by the plain path;
-    `on_done` runs before anyone who waits for the future learns of it.
+    `work` is a `Collective` for the pipeline, a `GroupWork`, or a function that reduces by the
+    plain path; `on_done` runs before anyone who waits for the future learns of it.
     """
 
     number: int
     tensor: torch.Tensor
     future: Pending
-    work: Collective | Callable[[], None]
+    work: Collective | GroupWork | Callable[[], None]
     on_done: Callable[[], None] | None = None
 
     def complete(self) -> None:

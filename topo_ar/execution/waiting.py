@@ -1,28 +1,15 @@
 """Whom a rank waits for: what would wake it, whom to name when nothing comes, who may leave."""
 
-from dataclasses import dataclass
-
+from topo_ar.execution.errand import Wait
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.transports.segment import Counter
 from topo_ar.planning.schedule import Stage
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """For which `ranks`, in which `stage`, a rank waits, and what they lack.
-
-    `distance` says how indirect the evidence is: 0 a co-located rank that did not come, 1 a rank
-    on another node that may itself be waiting, 2 a co-located rank that may wait for such a one.
-    """
-
-    stage: Stage
-    ranks: tuple[int, ...]
-    what: str
-    distance: int
-
-
 def interest(pipeline: Pipeline) -> int:
     """Return which counters would let a lane go on by growing: a mask of ``1 << counter``."""
+    if pipeline.errand is not None:
+        return pipeline.errand.counters
     node, counters = pipeline.node, 0
     if pipeline.next_in < pipeline.end and not node.staging_free(pipeline.next_in):
         counters |= 1 << Counter.REDUCED
@@ -41,7 +28,9 @@ def interest(pipeline: Pipeline) -> int:
 
 
 def waits_for(pipeline: Pipeline) -> Wait:
-    """Say for whom the oldest unfinished chunk waits."""
+    """Say for whom the oldest unfinished chunk waits, or the errand beside the chunks."""
+    if pipeline.errand is not None:
+        return pipeline.errand.wait()
     index = pipeline.next_out
     chunk = pipeline.chunks.get(index)
     if chunk is None:
@@ -66,6 +55,8 @@ def waits_for(pipeline: Pipeline) -> Wait:
 
 def needs(pipeline: Pipeline, rank: int) -> bool:
     """Tell whether an unfinished collective still depends on co-located `rank`."""
+    if pipeline.errand is not None:
+        return rank in pipeline.errand.wait().ranks
     node = pipeline.node
     return node.value(Counter.COPIED_OUT, node.ranks.index(rank)) < pipeline.end
 

@@ -46,6 +46,11 @@ class Counter:
     ASLEEP: Final = 4 * _WORDS_PER_LINE
     FAILED: Final = 5 * _WORDS_PER_LINE
     FINGERPRINTS: Final = 6 * _WORDS_PER_LINE
+    # Of the operations of groups: rounds that this rank has posted and read, both only growing, and
+    # whether it waits for other nodes. One line: nobody else writes them.
+    POSTED: Final = 7 * _WORDS_PER_LINE
+    READ: Final = POSTED + 1
+    ON_WIRE: Final = POSTED + 2
 
 
 HOST_ID_ENV = "TOPO_AR_HOSTID"
@@ -80,6 +85,14 @@ class Segment:
     def result(self, index: int) -> NDArray[np.uint8]:
         """Return the bytes of the result slot that chunk number `index` uses."""
         return self.slots[STAGING_SLOTS + index % RESULT_SLOTS]
+
+    def message(self, index: int) -> NDArray[np.uint8]:
+        """Return the bytes for the message of round `index` of a group: half the input slots.
+
+        They are the pipeline's while it has chunks.
+        """
+        nbytes = STAGING_SLOTS * self.slots[0].nbytes // 2
+        return np.frombuffer(self.memory, np.uint8, nbytes, 2 * _PAGE + index % 2 * nbytes)
 
     def write_failure(self, data: bytes) -> None:
         """Leave at most `FAILURE_NBYTES` bytes for the peers and raise the FAILED flag."""

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     CONTRIBUTION = 2
     RESULT = 3
     ABORT = 4
+    GROUP = 5
 
 
 class Receiver(Protocol):
@@ -87,6 +88,11 @@ class Flow:
     def fileno(self) -> int:
         """Return the socket's descriptor, for poll."""
         return self.sock.fileno()
+
+    @property
+    def size(self) -> int:
+        """The bytes of the payload of the frame that is being received."""
+        return self._size
 
     @property
     def wants_out(self) -> bool:
