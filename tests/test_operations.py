@@ -7,38 +7,12 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import blocks, communicator
+from tests.reductions import AVG, MAX, MIN, PRODUCT, SUM, reference, whole_numbers
 from topo_ar.errors import ExecutionError
 
-R = dist.ReduceOp
-SUM, AVG, PRODUCT, MIN, MAX = R.SUM, R.AVG, R.PRODUCT, R.MIN, R.MAX
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int32, torch.int64, torch.int8, torch.uint8]
 FAST = "hierarchical"
-
-
-def _input(rank: int, world_size: int, numel: int, dtype: torch.dtype, op: object) -> torch.Tensor:
-    """Values whose reduction over eight ranks is exact in every dtype, unless integers wrap."""
-    place = torch.arange(numel) * 7 + rank * 3
-    if dtype is torch.bool:
-        return place % 3 == 0
-    if op == PRODUCT:
-        values = torch.tensor([1, -1, 2, 1])[place % 4]
-        return (values * 99 if not dtype.is_floating_point else values).to(dtype)
-    # Averages of multiples of the world size are whole.
-    scale = world_size if op == AVG else 1 if dtype.is_floating_point else 50
-    return (place % 11 * scale).to(dtype)
-
-
-def _reference(parts: list[torch.Tensor], op: object) -> torch.Tensor:
-    dtype = parts[0].dtype
-    if dtype is torch.bool:
-        return torch.stack(parts).all(0) if op in (PRODUCT, MIN) else torch.stack(parts).any(0)
-    stacked = torch.stack([p.double() if dtype.is_floating_point else p.long() for p in parts])
-    if op == PRODUCT:
-        return stacked.prod(0).to(dtype)
-    if op in (MIN, MAX):
-        return (stacked.amin(0) if op == MIN else stacked.amax(0)).to(dtype)
-    return (stacked.sum(0) / (len(parts) if op == AVG else 1)).to(dtype)
 
 
 def _all_operations(rank: int, world_size: int, hosts: list[int], plan: str) -> list[str]:
@@ -50,9 +24,11 @@ def _all_operations(rank: int, world_size: int, hosts: list[int], plan: str) -> 
                 if op == AVG and not dtype.is_floating_point:
                     continue
                 for numel in (1, 7, 3001):
-                    parts = [_input(r, world_size, numel, dtype, op) for r in range(world_size)]
+                    parts = [
+                        whole_numbers(r, world_size, numel, dtype, op) for r in range(world_size)
+                    ]
                     future = made.all_reduce(parts[rank].clone(), op)
-                    pending.append((_reference(parts, op), future, f"{dtype} {op} {numel}"))
+                    pending.append((reference(parts, op), future, f"{dtype} {op} {numel}"))
         for expected, future, what in pending:
             # Also as bytes: a bool is one bit in a byte.
             if not torch.equal(future.wait().view(torch.uint8), expected.view(torch.uint8)):

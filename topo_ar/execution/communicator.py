@@ -24,6 +24,7 @@ from topo_ar.execution.kernels import CODES, Kernel
 from topo_ar.execution.loop import Loop
 from topo_ar.execution.measure import measure_levels
 from topo_ar.execution.node_group import NodeGroup
+from topo_ar.execution.options import require_equal
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.plain import reduce_plainly
 from topo_ar.execution.plans import MODES, Plans, Prepared
@@ -33,10 +34,11 @@ from topo_ar.execution.reach import is_equal, rail_of
 from topo_ar.execution.ticket import GroupWork, Pending, Ticket
 from topo_ar.execution.transports.stages import InlineStages, StageGroups
 from topo_ar.planning.plan import Family, Plan
-from topo_ar.topology.model import Topology
+from topo_ar.topology.model import Topology, topology_hash
 
 SLOT_NBYTES = 2 << 20
 DEFAULT_TIMEOUT_S = 600.0
+_FLAT = ("flat", Family.FLAT_RING)
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 _live: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
@@ -64,11 +66,18 @@ class Communicator:
         Measure latency and payload rate of both levels first, about a second, and plan with them.
     timeout_s : float
         How long a collective may stand still before it fails.
+    reproducible : bool
+        Add floats in an order that only the number of ranks decides: the same bits for every
+        placement of the ranks on hosts, plan and bucket. 16-bit types are rounded once, at the end.
+        Costs nothing between hosts of equal powers of two of consecutive ranks, except that 16-bit
+        types travel there as fp32; elsewhere a rank sends several partial sums instead of one (see
+        `topo_ar.execution.fixed_order`). Takes tensors on CPU; excludes the flat plan.
 
     Raises
     ------
     ConfigError
-        If this rank is not in `group`, or ``GLOO_SOCKET_IFNAME`` or an argument is not usable.
+        If this rank is not in `group`, or ``GLOO_SOCKET_IFNAME`` or an argument is not usable, or
+        ranks were given different arguments.
     ExecutionError
         If ranks cannot reach each other.
     PlanError
@@ -83,12 +92,20 @@ class Communicator:
         plan: str | Plan = "auto",
         measure: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        reproducible: bool = False,
     ) -> None:
         if isinstance(plan, str) and plan not in MODES:
             raise ConfigError(f"plan={plan!r} is not one of {', '.join(MODES)} or a Plan")
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
+        flat = plan.family is Family.FLAT_RING if isinstance(plan, Plan) else plan in _FLAT
+        if reproducible and flat:
+            raise ConfigError(
+                "reproducible=True fixes the order of summation, which a flat plan leaves to "
+                "torch.distributed; use another plan"
+            )
         self._timeout_s = timeout_s
+        self._reproducible = reproducible
         self._job = job = Job(group, timeout_s, SLOT_NBYTES)
         self.rank, self.world_size = job.channel.rank, job.channel.world_size
         self.nodes, self.plain_reason = job.nodes, job.plain_reason
@@ -102,13 +119,26 @@ class Communicator:
         self._next_ticket = 0
         self._closed = False
         try:
+            options = {
+                "plan": plan.hash if isinstance(plan, Plan) else plan,
+                "topology": topology_hash(topology) if topology else "probed",
+                "measure": str(measure),
+                "reproducible": str(reproducible),
+            }
+            require_equal(job.channel, options)
             self.topology = topology or discover_job(job.channel, job.nodes)
             if measure:
                 self.topology = measure_levels(
                     job.channel, self.nodes, self.topology, self._all_reduce_in_node
                 )
             self._plans = Plans(
-                self.topology, self.nodes, self.rank, plan, self.plain_reason, SLOT_NBYTES
+                self.topology,
+                self.nodes,
+                self.rank,
+                plan,
+                self.plain_reason,
+                SLOT_NBYTES,
+                reproducible,
             )
         except BaseException:
             self.close()
@@ -160,6 +190,11 @@ class Communicator:
             raised before anything is sent.
         """
         op = check(tensor, op)
+        if self._reproducible and tensor.device.type != "cpu":
+            raise ValueError(
+                f"reproducible=True fixes the order of summation on CPU, not on {tensor.device}; "
+                "move the tensor or make a communicator without it"
+            )
         if tensor.numel() == 0 or self.world_size == 1:
             ticket = Ticket(-1, tensor, Pending(self._loop.drives_here), _nothing, on_done)
             ticket.complete()

@@ -126,7 +126,7 @@ class Kernel:
         if divisor != 1:
             np.divide(out, divisor, out=out)
         if last and self._exact:
-            unify(out)
+            _unify(out)
 
     def _reduce_rounded(
         self, out: Array, sources: Sequence[Array], divisor: int, *, last: bool
@@ -138,13 +138,18 @@ class Kernel:
         if divisor != 1:
             total.div_(divisor)
         if last and self._exact:
-            unify(total.numpy())
+            _unify(total.numpy())
         torch.from_numpy(out).view(self.dtype).copy_(total)
 
 
-def unify(values: Array) -> None:
-    """Make zeros positive and all NaNs one: what is left does not tell the order of reduction."""
-    np.add(values, 0, out=values)
+def _unify(values: Array) -> None:
+    """Leave nothing that tells in which order floats were compared."""
+    np.add(values, 0, out=values)  # a negative zero becomes positive
+    unify_nans(values)
+
+
+def unify_nans(values: Array) -> None:
+    """Give all NaNs the same bits."""
     nan = np.isnan(values)
     if nan.any():
         values[nan] = np.nan

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from topo_ar.errors import PlanError
+from topo_ar.execution.fixed_order import FixedOrder
 from topo_ar.execution.kernels import Kernel
 from topo_ar.execution.program import ChunkProgram, compile_program
 from topo_ar.execution.reach import Reach
@@ -58,6 +59,9 @@ class Plans:
         Why everything takes the plain path, if it does.
     slot_nbytes : int
         The largest chunk that the shared memory can hold.
+    reproducible : bool
+        Whether floats are added in an order that does not depend on `nodes`, nor on the plan: the
+        plain path, whose order is another, is then refused.
 
     Raises
     ------
@@ -73,6 +77,7 @@ class Plans:
         mode: str | Plan,
         plain_reason: str | None,
         slot_nbytes: int,
+        reproducible: bool = False,
     ) -> None:
         self._levels = levels(topology)
         _require_fit("topology", [node.ranks for node in self._levels.nodes], nodes)
@@ -84,6 +89,8 @@ class Plans:
         self._mode = mode
         self._plain_reason = plain_reason
         self._slot_nbytes = slot_nbytes
+        self._reproducible = reproducible
+        self._nodes = nodes
         self._reach = Reach(nodes)
         self._kept: dict[tuple[int, torch.dtype, str], Prepared] = {}
         self._world_size = sum(map(len, nodes))
@@ -112,7 +119,8 @@ class Plans:
         plan = self._plan(nbytes, itemsize, device, family)
         if mode == "equal" and plan.family is Family.HIERARCHICAL_WEIGHTED:
             return with_equal_shares(plan, self._levels, CPU_RUNTIME)
-        if mode == "hierarchical" and plan.family is Family.FLAT_RING and family is None:
+        staged_only = mode == "hierarchical" or self._reproducible
+        if staged_only and plan.family is Family.FLAT_RING and family is None:
             staged = [
                 a for a in plan.alternatives if not a.excluded and a.family is not plan.family
             ]
@@ -165,8 +173,14 @@ class Plans:
         key = (dtype, op)
         kernel = self._kernels.get(key)
         if kernel is None:
-            kernel = self._kernels[key] = Kernel(dtype.to_real(), op, self._world_size)
+            kernel = self._kernels[key] = self._make_kernel(dtype.to_real(), op)
         return kernel
+
+    def _make_kernel(self, dtype: torch.dtype, op: "dist.ReduceOp.RedOpType") -> Kernel:
+        in_any_order = not dtype.is_floating_point or op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        if self._reproducible and not in_any_order:
+            return FixedOrder(dtype, op, self._nodes, self._rank)
+        return Kernel(dtype, op, self._world_size)
 
     def _prepare(self, tensor: torch.Tensor) -> Prepared:
         plan = self.plan_for(tensor.nbytes, tensor.itemsize, tensor.device.type)
@@ -175,19 +189,27 @@ class Plans:
             if self._rank == 0:  # equal on all ranks
                 logger.info("plan for %d bytes: %s", tensor.nbytes, plan.reason)
             program = self._program(plan, tensor)
-        digest = hashlib.sha256(f"{plan.hash} {tensor.dtype}".encode()).digest()
+        facts = f"{plan.hash} {tensor.dtype} {self._reproducible}"
+        digest = hashlib.sha256(facts.encode()).digest()
         return Prepared(plan, program, int.from_bytes(digest[:8], "little", signed=True))
 
     def _program(self, plan: Plan, tensor: torch.Tensor) -> tuple[ChunkProgram, ...] | None:
         schedule = lower(plan, tensor.numel(), tensor.itemsize)
         missing = self._reach.missing(schedule)
-        if missing and plan is self._mode:
+        if missing and (plan is self._mode or self._reproducible):
             raise PlanError(f"the plan cannot run: {missing}")
         if missing:
             if self._rank == 0:  # equal on all ranks
                 logger.warning("plain all-reduce instead of %s: %s", plan.family, missing)
             return None
-        return compile_program(schedule, self._rank, self._slot_nbytes)
+        program = compile_program(schedule, self._rank, self._slot_nbytes)
+        if program is None and self._reproducible:
+            why = self._plain_reason or plan.reason
+            raise PlanError(
+                f"{plan.family} does not add in a fixed order ({why}); ask for another plan or for "
+                "reproducible=False"
+            )
+        return program
 
 
 def _runtime(device: str) -> Runtime:

@@ -186,6 +186,7 @@ def attach(
     plan: str | Plan = "auto",
     topology: Topology | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    reproducible: bool = False,
 ) -> Handle:
     """Let `ddp` average its gradients by the planned all-reduce. Collective over its ranks.
 
@@ -196,7 +197,7 @@ def attach(
     ----------
     ddp : DistributedDataParallel
         Without a communication hook.
-    plan, topology, timeout_s
+    plan, topology, timeout_s, reproducible
         As for `Communicator`.
 
     Raises
@@ -213,7 +214,11 @@ def attach(
     """
     _check(ddp)
     communicator = Communicator(
-        ddp.process_group, topology=topology, plan=plan, timeout_s=timeout_s
+        ddp.process_group,
+        topology=topology,
+        plan=plan,
+        timeout_s=timeout_s,
+        reproducible=reproducible,
     )
     return _attached(ddp, communicator, plan)
 
@@ -256,6 +261,7 @@ def ddp(
     plan: str | Plan = "auto",
     topology: Topology | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    reproducible: bool = False,
     **options: Any,
 ) -> DistributedDataParallel:
     """Return `module` wrapped in DDP with the planned bucket cap and all-reduce.
@@ -267,7 +273,7 @@ def ddp(
     ----------
     module : Module
         The model.
-    plan, topology, timeout_s
+    plan, topology, timeout_s, reproducible
         As for `Communicator`.
     **options
         Passed to DistributedDataParallel.
@@ -280,7 +286,9 @@ def ddp(
     group = options.get("process_group")
     if group is None and options.get("device_mesh") is not None:
         group = options["device_mesh"].get_group(mesh_dim=0)
-    communicator = Communicator(group, topology=topology, plan=plan, timeout_s=timeout_s)
+    communicator = Communicator(
+        group, topology=topology, plan=plan, timeout_s=timeout_s, reproducible=reproducible
+    )
     try:
         if options.get("bucket_cap_mb") is None and not options.get("bucket_cap_mb_list"):
             planned = planned_cap(module, communicator, plan)
