@@ -16,6 +16,13 @@ import torch
 import torch.distributed as dist
 
 from topo_ar.errors import ConfigError, ExecutionError
+from topo_ar.execution.agreement import (
+    Agreement,
+    Facts,
+    call_facts,
+    debug_wanted,
+    tensor_facts,
+)
 from topo_ar.execution.arguments import check
 from topo_ar.execution.discover import discover_job
 from topo_ar.execution.flight import Collective, Span
@@ -72,6 +79,10 @@ class Communicator:
         Costs nothing between hosts of equal powers of two of consecutive ranks, except that 16-bit
         types travel there as fp32; elsewhere a rank sends several partial sums instead of one (see
         `topo_ar.execution.fixed_order`). Takes tensors on CPU; excludes the flat plan.
+    debug : bool, optional
+        Compare every collective between the ranks before it begins, also what goes to gloo, and
+        raise on all of them where one differs. Costs a small all-gather each time, and collectives
+        do not overlap. By default as ``TOPO_AR_DEBUG`` says; the same on all ranks.
 
     Raises
     ------
@@ -93,6 +104,7 @@ class Communicator:
         measure: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         reproducible: bool = False,
+        debug: bool | None = None,
     ) -> None:
         if isinstance(plan, str) and plan not in MODES:
             raise ConfigError(f"plan={plan!r} is not one of {', '.join(MODES)} or a Plan")
@@ -118,12 +130,15 @@ class Communicator:
         self._lock = threading.Lock()
         self._next_ticket = 0
         self._closed = False
+        self._debug = debug_wanted() if debug is None else debug
+        self._agreement = Agreement(job.channel)
         try:
             options = {
                 "plan": plan.hash if isinstance(plan, Plan) else plan,
                 "topology": topology_hash(topology) if topology else "probed",
                 "measure": str(measure),
                 "reproducible": str(reproducible),
+                "debug": str(self._debug),
             }
             require_equal(job.channel, options)
             self.topology = topology or discover_job(job.channel, job.nodes)
@@ -162,13 +177,15 @@ class Communicator:
         tensor: torch.Tensor,
         op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM,
         on_done: Callable[[], None] | None = None,
+        *,
+        name: str = "",
     ) -> "torch.futures.Future[torch.Tensor]":
         """Reduce `tensor` in place over all ranks and return a future of it.
 
         Every rank ends with the same bits. 16-bit types are added in fp32 and rounded once in the
         node and once between nodes. Integers wrap around, the sum of bools is their OR, and a NaN
         is kept by MIN and MAX. Sparse tensors and operations on bits go to gloo, in the same order;
-        there, as in torch.distributed, calls that differ between ranks are not noticed.
+        there calls that differ between ranks are noticed in debug mode only.
 
         Callbacks of the future run on the thread that does the work: they may call `all_reduce`
         but not wait for it.
@@ -182,6 +199,8 @@ class Communicator:
             ``SUM``, ``AVG`` (floating point), or another operation of torch.distributed.
         on_done : callable, optional
             Called on the communication thread just before the future completes without error.
+        name : str
+            What debug mode calls this collective: the function that calls, unless given.
 
         Raises
         ------
@@ -195,6 +214,8 @@ class Communicator:
                 f"reproducible=True fixes the order of summation on CPU, not on {tensor.device}; "
                 "move the tensor or make a communicator without it"
             )
+        if self._debug:
+            self._compare_call(tensor, op, name)
         if tensor.numel() == 0 or self.world_size == 1:
             ticket = Ticket(-1, tensor, Pending(self._loop.drives_here), _nothing, on_done)
             ticket.complete()
@@ -225,6 +246,8 @@ class Communicator:
         if tensor.device.type != "cpu" or tensor.numel() == 0 or self.world_size == 1:
             return self.all_reduce(tensor, op).wait()
         op = check(tensor, op)
+        if self._debug:
+            self._compare_call(tensor, op, "")
         prepared = self._prepared(tensor, op)
         with self._lock:
             ticket = self._ticket(tensor, op, prepared)
@@ -271,13 +294,48 @@ class Communicator:
         """
         if self.groups_reason is not None:
             raise ConfigError(f"there are no groups to work with: {self.groups_reason}")
+        if self._debug:
+            self.require_equal({"work of codecs": f"{fingerprint:x}", **tensor_facts(tensor)})
+        return self._submit(tensor, GroupWork(work, fingerprint), on_done)
+
+    def require_equal(self, facts: Facts) -> "torch.futures.Future[torch.Tensor]":
+        """Compare facts with those of all ranks, in the order of the collectives. Collective.
+
+        Parameters
+        ----------
+        facts : dict of str to str
+            Name and value of each.
+
+        Returns
+        -------
+        Future
+            Fails on all ranks, with every collective after it, where the facts differ: they are
+            then shown in a table, with the ranks that are not as most are.
+        """
+        return self._submit(torch.empty(0), partial(self._agreement.require_equal, facts))
+
+    def _submit(
+        self,
+        tensor: torch.Tensor,
+        work: GroupWork | Callable[[], None],
+        on_done: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Let the communication thread do `work` in the order of the collectives."""
         with self._lock:
             number = self._next_ticket
             self._next_ticket = number + 1
-            pending = Pending(self._loop.drives_here)
-            ticket = Ticket(number, tensor, pending, GroupWork(work, fingerprint), on_done)
+            ticket = Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done)
             self._loop.submit(ticket)
         return ticket.future
+
+    def _compare_call(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType", name: str) -> None:
+        if self.world_size == 1:
+            return
+        compared = self.require_equal(call_facts(tensor, op, name))
+        # What does not go through the loop must not overtake; a callback cannot wait.
+        beside = tensor.device.type != "cpu" or tensor.numel() == 0
+        if beside and not self._loop.drives_here():
+            compared.wait()
 
     def _prepared(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> Prepared | None:
         """Return what is planned for the tensor; None where only the plain path will do."""

@@ -6,7 +6,7 @@ Everything travels as bytes through an all-gather on a private gloo group; nothi
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -63,6 +63,8 @@ class Channel:
         In the numbering of `group`.
     ranks : tuple of int
         Global ranks.
+    name : str
+        Equal on all ranks, and never used twice in a store.
     address : str
         Where this rank's flows are reached.
 
@@ -83,7 +85,7 @@ class Channel:
             )
         self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.world_size = len(self.ranks)
-        name = _names.next(self.ranks)
+        self.name = name = _names.next(self.ranks)
         self.address = local_address(self.rank)
         try:
             self._group = gloo_group(name, self.rank, self.world_size, timeout_s)
@@ -107,6 +109,17 @@ class Channel:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         gathered = self._gather_equal(padded)
         return [part[:size].numpy().tobytes() for part, size in zip(gathered, sizes, strict=True)]
+
+    def all_gather_words(self, words: Sequence[int]) -> list[list[int]]:
+        """Return the integers of every rank, in rank order; all ranks give equally many.
+
+        Raises
+        ------
+        ExecutionError
+            If a rank is gone or late.
+        """
+        mine = torch.tensor(words, dtype=torch.int64, device="cpu")
+        return [gathered.tolist() for gathered in self._gather_equal(mine)]
 
     def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]

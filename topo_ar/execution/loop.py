@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from topo_ar.errors import ExecutionError
+from topo_ar.execution.agreement import DisagreementError
 from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Collective
 from topo_ar.execution.groups import Groups
@@ -283,6 +284,8 @@ class Loop:
     def _reduce_plainly(self, work: Callable[[], None]) -> None:
         try:
             work()
+        except DisagreementError:
+            raise
         except RuntimeError as error:
             # Gloo knows an address at best; who sees the culprit tells the others.
             end = time.monotonic() + _NEWS_S

@@ -5,7 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket as GradBucket
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +35,11 @@ def hooks_each_parameter(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(ddp, "_use_python_reducer", False))
 
 
+def default_store(prefix: str) -> Store:
+    """Return the store of the default group under `prefix`."""
+    return PrefixStore(prefix, _get_default_store())
+
+
 def gloo_group(name: str, rank: int, size: int, timeout_s: float) -> "dist.ProcessGroup":
     """Return a gloo group under `name` in the default store, unknown to torch's registry.
 
@@ -46,7 +51,7 @@ def gloo_group(name: str, rank: int, size: int, timeout_s: float) -> "dist.Proce
     RuntimeError
         If the ranks do not meet within `timeout_s` seconds.
     """
-    store = PrefixStore(name, _get_default_store())
+    store = default_store(name)
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     group: dist.ProcessGroup = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
