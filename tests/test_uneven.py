@@ -13,7 +13,7 @@ from tests.schedule_cases import in_order, make, make_plan
 from topo_ar.errors import ConfigError, PlanError
 from topo_ar.execution.plans import Plans
 from topo_ar.execution.program import compile_program, node_program
-from topo_ar.execution.reach import ALL_CONNECTED_RANKS, Reach, peers_of
+from topo_ar.execution.reach import Reach, peers_of
 from topo_ar.planning.lowering import lower
 from topo_ar.planning.plan import Family, Plan, Shards
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
@@ -90,7 +90,6 @@ def odd_plans(draw):
     names = st.integers(0, draw(st.integers(1, 3)))
     hosts = draw(st.lists(names, min_size=world, max_size=world))
     nodes = [tuple(r for r in range(world) if hosts[r] == host) for host in sorted(set(hosts))]
-    equal = len({len(node) for node in nodes}) == 1
     weights = st.integers(0, 5)
 
     def shares(count):
@@ -99,9 +98,8 @@ def odd_plans(draw):
 
     plans = []
     for dtype in draw(st.lists(st.sampled_from(["float32", "float16", "int64"]), max_size=2)):
-        order = nodes if equal else [tuple(draw(st.permutations(n))) for n in nodes]
-        alike = shares(len(nodes[0]))
-        own = tuple(alike if equal else shares(len(node)) for node in order)
+        order = [tuple(draw(st.permutations(node))) for node in draw(st.permutations(nodes))]
+        own = tuple(shares(len(node)) for node in order)
         numel = draw(st.sampled_from([1, 7, 513, 40_000]))
         itemsize = getattr(torch, dtype).itemsize
         parts = draw(st.integers(1, 6))
@@ -202,41 +200,56 @@ SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=4)
 @given(SIZES, st.sampled_from([5, 96, 1001]), st.integers(1, 3))
 def test_equal_shares_find_their_flows_in_jobs_of_any_size(sizes, numel, chunks) -> None:
     nodes = in_order(sizes)
-    schedule = make(WEIGHTED, nodes, numel, chunks)
-    assert Reach(nodes).missing(schedule) == ""
-    if sum(sizes) <= ALL_CONNECTED_RANKS:
-        return
+    plan = make_plan(WEIGHTED, nodes, numel, chunks)
+    assert Reach(nodes).missing(plan, 4) == ""
     for rank in (0, sizes[0], sum(sizes) - 1):
         assert all(rank in peers_of(nodes, peer) for peer in peers_of(nodes, rank))
 
 
+def test_all_ranks_of_a_small_job_reach_all_of_other_nodes() -> None:
+    assert peers_of(in_order((4, 2)), 0) == (4, 5)
+    assert peers_of(in_order((2, 2, 2)), 3) == (0, 1, 4, 5)
+    # Of a large one those in the same place, or with the same share.
+    assert peers_of(in_order((33, 33)), 34) == (1,)
+    assert peers_of(in_order((48, 24)), 49) == (2, 3)
+
+
 def test_flows_that_are_not_there_are_named() -> None:
     large = in_order((48, 24))
-    odd = make(WEIGHTED, large, 960, shards=Shards((1, 1), ((1,) * 48, (23,) + (1,) * 23)))
-    assert "flow between ranks 2 and 48" in Reach(large).missing(odd)
-    assert "more than 64 ranks" in Reach(large).missing(odd)
-    small = in_order((4, 2))
-    assert peers_of(small, 0) == (4, 5)
-    nodes = ((0, 1), (2, 3))
-    crossed = make(Family.HIERARCHICAL_PIPELINED, ((0, 1), (3, 2)), 64)
-    assert "flow between ranks 0 and 3" in Reach(nodes).missing(crossed)
+    odd = make_plan(WEIGHTED, large, 960, shards=Shards((1, 1), ((1,) * 48, (23,) + (1,) * 23)))
+    missing = Reach(large).missing(odd, 4)
+    assert "flow between ranks 2 and 48" in missing
+    assert "more than 64 ranks" in missing
+    nodes = in_order((33, 33))
+    crossed = make_plan(Family.HIERARCHICAL_PIPELINED, (nodes[0], nodes[1][::-1]), 660)
+    assert "flow between ranks 0 and 65" in Reach(nodes).missing(crossed, 4)
 
 
-def _crossed(rank: int, world_size: int) -> tuple[str, float]:
-    plan = make_plan(Family.HIERARCHICAL_PIPELINED, ((0, 1), (3, 2)), 64)
+def test_what_runs_instead_of_a_plan_without_its_flows_is_a_plan(monkeypatch) -> None:
+    nodes = in_order((33, 33))
+    hosts = preset("cpu-host", nodes=2, ranks_per_node=33)
+    crossed = make_plan(Family.HIERARCHICAL_PIPELINED, (nodes[0], nodes[1][::-1]), 660)
+    with pytest.raises(PlanError, match="the plan cannot run: it needs a flow between ranks 0 and"):
+        _on(hosts, nodes, crossed).plan_for(2640, 4, "cpu")
+    chosen = _on(hosts, nodes, "hierarchical_pipelined")
+    monkeypatch.setattr(chosen._reach, "missing", lambda plan, itemsize: "a flow is not there")
+    plan = chosen.plan_for(2640, 4, "cpu")
+    assert plan.family is Family.FLAT_RING
+    assert plan.reason == "flat_ring instead of hierarchical_pipelined: a flow is not there."
+
+
+def _crossed(rank: int, world_size: int) -> list[str]:
+    plan = make_plan(Family.HIERARCHICAL_PIPELINED, ((0, 1), (3, 2)), 640)
     with communicator(rank, blocks(2, 2), plan=plan) as made:
-        try:
-            made.all_reduce(torch.ones(64))
-        except PlanError as error:
-            other = made.all_reduce(torch.ones(100)).wait()
-            return str(error), float(other.sum())
-    return "no error", 0.0
+        made.record_spans()
+        total = made.all_reduce(torch.arange(640.0) * (rank + 1)).wait()
+        assert torch.equal(total, torch.arange(640.0) * 10)
+        return sorted({str(span.stage) for span in made.record_spans()})
 
 
-def test_a_plan_without_its_flows_is_refused_on_every_rank_and_the_job_goes_on(ranks) -> None:
-    for text, total in ranks.run(_crossed, 4):
-        assert "the plan cannot run: it needs a flow between ranks 0 and 3" in text
-        assert total == 400.0
+def test_equal_nodes_may_pair_any_ranks(ranks) -> None:
+    for stages in ranks.run(_crossed, 4):
+        assert "inter_exchange" in stages
 
 
 def _on(topology: Topology, nodes, mode) -> Plans:

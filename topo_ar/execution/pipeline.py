@@ -50,7 +50,7 @@ class Pipeline:
         self.finished: Callable[[Collective], None] = lambda collective: None
         self.spans: list[Span] | None = None
         self.errand: Errand | None = None
-        self._flows = list(flows.values())
+        self._used: dict[int, Flow] = {}  # flows that a program has named so far
         self._next_free = 0
         self._frames = 0  # expected from peers or not yet sent to them
         self.chunks: dict[int, Chunk] = {}
@@ -68,7 +68,8 @@ class Pipeline:
         for program in collective.program:
             chunk = Chunk(collective, program, program.awaited, program.gathering)
             for peer, frames in program.expected:
-                self.flows[peer].outstanding += frames
+                flow = self._used[peer] = self.flows[peer]
+                flow.outstanding += frames
                 self._frames += frames
             self.chunks[self.end] = chunk
             self.end += 1
@@ -79,7 +80,7 @@ class Pipeline:
             return self.errand.turn()
         moved = False
         if self._frames:
-            for flow in self._flows:
+            for flow in self._used.values():
                 if flow.wants_out:
                     moved |= flow.flush()
                 if flow.outstanding:

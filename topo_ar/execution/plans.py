@@ -4,6 +4,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -102,13 +103,27 @@ class Plans:
         return min(len(node.nics) for node in self._levels.nodes)
 
     def plan_for(self, nbytes: int, itemsize: int, device: str) -> Plan:
-        """Return the plan for a tensor of `nbytes` bytes on a device of type `device`.
+        """Return the plan that runs for `nbytes` bytes on a device of type `device`.
 
         Raises
         ------
         PlanError
             If no plan can be made, or the one that is asked for cannot run.
         """
+        plan = self._asked(nbytes, itemsize, device)
+        missing = self._reach.missing(plan, itemsize) if device == "cpu" else ""
+        if not missing:
+            return plan
+        if plan is self._mode:
+            raise PlanError(f"the plan cannot run: {missing}")
+        if self._rank == 0:  # equal on all ranks
+            logger.warning("plain all-reduce instead of %s: %s", plan.family, missing)
+        flat = self._plan(nbytes, itemsize, device, Family.FLAT_RING)
+        reason = f"{Family.FLAT_RING} instead of {plan.family}: {missing}."
+        return msgspec.structs.replace(flat, reason=reason)
+
+    def _asked(self, nbytes: int, itemsize: int, device: str) -> Plan:
+        """Return the plan that is asked for, whether its flows exist or not."""
         mode, family = self._mode, self._family
         if self._plain_reason is not None:
             family = Family.FLAT_RING
@@ -195,13 +210,6 @@ class Plans:
 
     def _program(self, plan: Plan, tensor: torch.Tensor) -> tuple[ChunkProgram, ...] | None:
         schedule = lower(plan, tensor.numel(), tensor.itemsize)
-        missing = self._reach.missing(schedule)
-        if missing and (plan is self._mode or self._reproducible):
-            raise PlanError(f"the plan cannot run: {missing}")
-        if missing:
-            if self._rank == 0:  # equal on all ranks
-                logger.warning("plain all-reduce instead of %s: %s", plan.family, missing)
-            return None
         program = compile_program(schedule, self._rank, self._slot_nbytes)
         if program is None and self._reproducible:
             why = self._plain_reason or plan.reason

@@ -1,15 +1,17 @@
 """Between which ranks of different nodes there are flows: decided before any plan is made.
 
-With nodes of equal numbers of ranks a rank needs those in its place on the other nodes. Unequal
-nodes cut a chunk in different places, and where depends on weights that are not known yet: every
-rank then has a flow to every rank of other nodes, or, in a large job, to those whose share it
-overlaps when the ranks of a node have equal shares.
+A plan may order the ranks of a node by their NICs, cut a chunk by weights, or send from rack to
+rack: until it is made nobody knows who will send to whom. So every rank has a flow to every rank of
+other nodes; a flow that no plan needs costs a socket. In a large job a rank has flows only to those
+whose share it overlaps when the ranks of a node have equal shares: of nodes of equal numbers of
+ranks, to the ranks in its own place.
 """
 
 from collections.abc import Sequence
 
 from topo_ar.execution.program import BETWEEN
-from topo_ar.planning.schedule import Schedule
+from topo_ar.planning.lowering import lower
+from topo_ar.planning.plan import Plan
 
 Nodes = Sequence[tuple[int, ...]]
 
@@ -28,18 +30,21 @@ def peers_of(nodes: Nodes, rank: int) -> tuple[int, ...]:
         One of them.
     """
     mine = next(node for node in nodes if rank in node)
-    others = [node for node in nodes if node is not mine]
     at = mine.index(rank)
-    if is_equal(nodes):
-        return tuple(node[at] for node in others)
-    if sum(map(len, nodes)) <= ALL_CONNECTED_RANKS:
-        return tuple(peer for node in others for peer in node)
+    everyone = is_complete(nodes)
     return tuple(
         peer
-        for node in others
+        for node in nodes
+        if node is not mine
         for place, peer in enumerate(node)
-        if at * len(node) < (place + 1) * len(mine) and place * len(mine) < (at + 1) * len(node)
+        if everyone
+        or (at * len(node) < (place + 1) * len(mine) and place * len(mine) < (at + 1) * len(node))
     )
+
+
+def is_complete(nodes: Nodes) -> bool:
+    """Tell whether there is a flow between any two ranks of different nodes."""
+    return sum(map(len, nodes)) <= ALL_CONNECTED_RANKS
 
 
 def rail_of(nodes: Nodes, rank: int) -> tuple[int, ...]:
@@ -59,7 +64,7 @@ def is_equal(nodes: Nodes) -> bool:
 
 
 class Reach:
-    """Looks for flows that a schedule needs and the job does not have; the same on every rank.
+    """Looks for flows that a plan needs and the job does not have; the same on every rank.
 
     Parameters
     ----------
@@ -72,9 +77,17 @@ class Reach:
         self._peers: dict[int, frozenset[int]] = {}
         self._possible: set[tuple[int, ...]] = set()
 
-    def missing(self, schedule: Schedule) -> str:
-        """Return what the schedule needs and has not, in a sentence; empty if there is nothing."""
-        for step in schedule.steps:
+    def missing(self, plan: Plan, itemsize: int) -> str:
+        """Return what `plan` needs and the job has not, in a sentence; empty if there is nothing.
+
+        Parameters
+        ----------
+        plan : Plan
+            It can be lowered for elements of `itemsize` bytes.
+        """
+        if is_complete(self._nodes):
+            return ""
+        for step in lower(plan, plan.nbytes // itemsize, itemsize).steps:
             if step.stage not in BETWEEN or step.group in self._possible:
                 continue
             for rank in step.group:
@@ -95,9 +108,9 @@ class Reach:
             "equal nodes need the same shares in every node, their ranks in the order of their "
             "numbers"
             if is_equal(self._nodes)
-            else f"in jobs of more than {ALL_CONNECTED_RANKS} ranks, unequal nodes need equal "
-            "shares of their ranks"
+            else "unequal nodes need equal shares of their ranks"
         )
         return (
-            f"it needs a flow between ranks {rank} and {peer}, which the job does not have: {need}"
+            f"it needs a flow between ranks {rank} and {peer}, which a job of more than "
+            f"{ALL_CONNECTED_RANKS} ranks does not have: {need}"
         )
