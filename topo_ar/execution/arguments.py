@@ -22,6 +22,17 @@ _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _OF_BITS = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 
 
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Tell in a few steps whether `tensor` is a contiguous run of memory of the CPU."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
 def check(tensor: torch.Tensor, asked: "dist.ReduceOp.RedOpType") -> "dist.ReduceOp.RedOpType":
     """Refuse what would fail on the way and so end the communicator for all ranks.
 

@@ -23,7 +23,7 @@ from topo_ar.execution.agreement import (
     debug_wanted,
     tensor_facts,
 )
-from topo_ar.execution.arguments import check
+from topo_ar.execution.arguments import check, is_plain_memory
 from topo_ar.execution.discover import discover_job
 from topo_ar.execution.flight import Collective, Span
 from topo_ar.execution.job import Job
@@ -38,6 +38,7 @@ from topo_ar.execution.plans import MODES, Plans, Prepared
 from topo_ar.execution.program import node_program
 from topo_ar.execution.rail_group import RailGroup
 from topo_ar.execution.reach import is_equal, rail_of
+from topo_ar.execution.straight import Line
 from topo_ar.execution.ticket import GroupWork, Pending, Ticket
 from topo_ar.execution.transports.stages import InlineStages, StageGroups
 from topo_ar.planning.plan import Family, Plan
@@ -129,6 +130,8 @@ class Communicator:
         self._stages: dict[torch.device, InlineStages] = {}
         self._lock = threading.Lock()
         self._next_ticket = 0
+        # By number of elements, dtype and operation: small tensors that need no more looking up.
+        self._lines: dict[tuple[int, torch.dtype, dist.ReduceOp.RedOpType], Line] = {}
         self._closed = False
         self._debug = debug_wanted() if debug is None else debug
         self._agreement = Agreement(job.channel)
@@ -243,6 +246,14 @@ class Communicator:
         ExecutionError
             If the collective failed.
         """
+        line = self._lines.get((tensor.numel(), tensor.dtype, op))
+        if (
+            line is not None
+            and not self._debug
+            and is_plain_memory(tensor)
+            and self._run_line(line, tensor)
+        ):
+            return tensor
         if tensor.device.type != "cpu" or tensor.numel() == 0 or self.world_size == 1:
             return self.all_reduce(tensor, op).wait()
         op = check(tensor, op)
@@ -337,6 +348,20 @@ class Communicator:
         if beside and not self._loop.drives_here():
             compared.wait()
 
+    def _run_line(self, line: Line, tensor: torch.Tensor) -> bool:
+        """Reduce a small tensor without ticket and future; False where something is in flight."""
+        with self._lock:
+            if not self._loop.claim_idle():
+                return False
+            number = self._next_ticket
+            self._next_ticket = number + 1
+        left = self._loop.drive_straight(line, number, tensor.data_ptr())
+        if left is not None:
+            ticket = Ticket(number, tensor, Pending(self._loop.drives_here), left)
+            self._loop.drive_adopted(ticket)
+            ticket.future.wait()
+        return True
+
     def _prepared(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> Prepared | None:
         """Return what is planned for the tensor; None where only the plain path will do."""
         planned = CODES if tensor.device.type == "cpu" else _SUMS
@@ -388,12 +413,22 @@ class Communicator:
         if prepared is None or prepared.program is None:
             return partial(reduce_plainly, self._job.channel, tensor, op)
         kernel = self._plans.kernel(tensor.dtype, op)
+        fingerprint = prepared.fingerprint ^ CODES[op]
+        line = None
+        if prepared.straight:
+            key = (tensor.numel(), tensor.dtype, op)
+            line = self._lines.get(key)
+            if line is None:
+                line = self._loop.line(prepared.program, kernel, fingerprint)
+                if line is not None:
+                    self._lines[key] = line
         return Collective(
             number=number,
-            fingerprint=prepared.fingerprint ^ CODES[op],
+            fingerprint=fingerprint,
             program=prepared.program,
             kernel=kernel,
             buffer=kernel.view(_real(tensor)),
+            line=line,
         )
 
     def _all_reduce_in_node(self, tensor: torch.Tensor) -> None:

@@ -1,10 +1,14 @@
 """What is in flight on a rank: collectives, their chunks, and what was done for them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from topo_ar.execution.kernels import Array, Kernel
 from topo_ar.execution.program import ChunkProgram
 from topo_ar.planning.schedule import Stage
+
+if TYPE_CHECKING:
+    from topo_ar.execution.straight import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +24,14 @@ class Span:
 
 @dataclass(slots=True)
 class Collective:
-    """One all-reduce in flight on this rank."""
+    """One all-reduce in flight on this rank; `line` is set if it needs no lanes when they idle."""
 
     number: int
     fingerprint: int
     program: tuple[ChunkProgram, ...]
     kernel: Kernel
     buffer: Array
+    line: "Line | None" = None
     first: int = 0
 
     @property

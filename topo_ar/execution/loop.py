@@ -22,7 +22,10 @@ from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Collective
 from topo_ar.execution.groups import Groups
 from topo_ar.execution.guard import Failure, decode_failure, failure_of
+from topo_ar.execution.kernels import Kernel
 from topo_ar.execution.pipeline import Pipeline
+from topo_ar.execution.program import ChunkProgram
+from topo_ar.execution.straight import Line, Straight
 from topo_ar.execution.ticket import GroupWork, Ticket
 from topo_ar.execution.transports.tcp import abort_all
 from topo_ar.execution.waiting import interest, needs, waits_for
@@ -67,6 +70,7 @@ class Loop:
         self.timeout_s = timeout_s
         self.error: ExecutionError | None = None
         self._node = pipeline.node
+        self._straight = Straight(pipeline)
         self._flows = list(pipeline.flows.values())
         self._groups: Groups | None = None
         if rail:
@@ -114,6 +118,58 @@ class Loop:
             self._ring()
         return claimed
 
+    def claim_idle(self) -> bool:
+        """Let the caller `drive_straight` the next collective, if nothing is open."""
+        if not self._driving.acquire(blocking=False):
+            return False
+        if self._incoming or self.pipeline.busy or self.error is not None or self._closing:
+            self._driving.release()
+            return False
+        return True
+
+    def line(
+        self, program: tuple[ChunkProgram, ...], kernel: Kernel, fingerprint: int
+    ) -> Line | None:
+        """Return what `drive_straight` needs for a program for which `is_straight` is true.
+
+        None where the kernel sends between the nodes something other than elements.
+        """
+        if kernel.partial != kernel.storage:
+            return None
+        return Line(self.pipeline, program, kernel, fingerprint)
+
+    def drive_straight(self, line: Line, number: int, pointer: int) -> Collective | None:
+        """Run a claimed collective on the calling thread; see `Straight.run`.
+
+        What is returned takes longer: the caller has to `drive_adopted` its ticket.
+
+        Raises
+        ------
+        ExecutionError
+            If the collective failed.
+        """
+        self._driver = threading.get_ident()
+        left = None
+        try:
+            left = self._straight.run(line, number, pointer)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+            assert self.error is not None
+            raise self.error from None
+        finally:
+            self._driver = 0
+            if left is None:
+                self._release_driving()
+        return left
+
+    def drive_adopted(self, ticket: Ticket) -> None:
+        """Drive the ticket of a collective that `drive_straight` left to the lanes."""
+        self._open[ticket.number] = ticket
+        self._last_move = time.monotonic()
+        self.drive(ticket)
+
     def drive(self, ticket: Ticket) -> None:
         """Run the loop on the calling thread until a claimed `ticket` is done.
 
@@ -123,10 +179,13 @@ class Loop:
         try:
             self._serve_or_fail(ticket.future.done)
         finally:
-            # What is still to be sent, or was queued meanwhile, is the thread's.
-            if self.pipeline.busy or self._incoming or self._closing:
-                self._ring()
-            self._driving.release()
+            self._release_driving()
+
+    def _release_driving(self) -> None:
+        # What is still to be sent, or was queued meanwhile, is the thread's.
+        if self.pipeline.busy or self._incoming or self._closing:
+            self._ring()
+        self._driving.release()
 
     def drives_here(self) -> bool:
         """Tell whether the calling thread is at work in this loop, so that it must not wait."""
@@ -244,7 +303,11 @@ class Loop:
                     self._last_move = time.monotonic()
                 self._open[ticket.number] = ticket
                 self._incoming.popleft()
-                self.pipeline.enqueue(ticket.work)
+                line = ticket.work.line
+                if self.pipeline.busy or line is None:
+                    self.pipeline.enqueue(ticket.work)
+                elif not self._straight.run(line, ticket.number, ticket.tensor.data_ptr()):
+                    self._complete(ticket.number)
             elif self.pipeline.busy:
                 return
             else:

@@ -54,6 +54,7 @@ class Pipeline:
         self._next_free = 0
         self._frames = 0  # expected from peers or not yet sent to them
         self.chunks: dict[int, Chunk] = {}
+        self.growths = 0  # views of slots from before are of no use to the lanes
         self._partials = [np.empty(0, np.uint8)] * SUM_SLOTS
         self._arrivals = {peer: [np.empty(0, np.uint8)] * SUM_SLOTS for peer in flows}
 
@@ -73,6 +74,31 @@ class Pipeline:
                 self._frames += frames
             self.chunks[self.end] = chunk
             self.end += 1
+
+    def skip(self) -> None:
+        """Count a chunk that was done outside the lanes while they were idle."""
+        self._pass(self.end + 1, published=True)
+        self.end = self.next_out = self._next_free = self.end + 1
+
+    def adopt(
+        self, collective: Collective, *, reduced: bool = False, published: bool = False
+    ) -> Chunk:
+        """Take over a collective of one chunk that was begun outside the lanes.
+
+        Its input is in the staging slot; `reduced` says that the sum of the node is in its slot and
+        on its way, `published` that this rank has nothing left to do but to copy out.
+        """
+        index = self.end
+        self.enqueue(collective)
+        self.next_in = index + 1
+        if reduced or published:
+            self._pass(index + 1, published)
+        return self.chunks[index]
+
+    def _pass(self, index: int, published: bool) -> None:
+        self.next_in = self.next_reduce = index
+        if published:
+            self.next_add = self.next_publish = index
 
     def turn(self) -> bool:
         """Try every lane once, nearest to the wire first; return whether anything moved."""
@@ -127,7 +153,7 @@ class Pipeline:
             if node.least(Counter.COPIED_IN) <= index or not self._reducible(index, chunk):
                 return False
             if index == chunk.collective.first:
-                self._check_fingerprints(chunk.collective)
+                self.check_fingerprints(chunk.collective)
             begin = time.monotonic()
             self._reduce_shard(index, chunk)
             self._span(Stage.INTRA_REDUCE_SCATTER, index, "reduce", begin)
@@ -141,7 +167,8 @@ class Pipeline:
         before = self.chunks.get(index - SUM_SLOTS)
         return before is None or (before.added and before.unsent == 0)
 
-    def _check_fingerprints(self, collective: Collective) -> None:
+    def check_fingerprints(self, collective: Collective) -> None:
+        """Refuse a collective that co-located ranks take for another one."""
         wrong = self.node.differing(collective.number, collective.fingerprint)
         if wrong:
             raise ExecutionError(
@@ -286,17 +313,25 @@ class Pipeline:
     def _send(
         self, peer: int, kind: Kind, index: int, chunk: Chunk, payload: Array, segment: int
     ) -> None:
-        chunk.unsent += 1
-        self._frames += 1
+        self.frames_unsent(chunk, 1)
 
         def done() -> None:
-            chunk.unsent -= 1
-            self._frames -= 1
-            self._retire(index, chunk)
+            self.frame_sent(index, chunk)
 
         self.flows[peer].send(
             kind, index, chunk.collective.fingerprint, payload.data.cast("B"), done, segment
         )
+
+    def frames_unsent(self, chunk: Chunk, count: int) -> None:
+        """Count frames that are queued."""
+        chunk.unsent += count
+        self._frames += count
+
+    def frame_sent(self, index: int, chunk: Chunk) -> None:
+        """Count a frame that has left."""
+        chunk.unsent -= 1
+        self._frames -= 1
+        self._retire(index, chunk)
 
     def _retire(self, index: int, chunk: Chunk) -> None:
         """Forget a chunk that is done; let the node write over results nobody needs any more."""
@@ -335,22 +370,30 @@ class Pipeline:
     def _partial(self, index: int, chunk: Chunk) -> Array:
         kernel, program = chunk.collective.kernel, chunk.program
         nbytes = (program.shard_end - program.shard_begin) * kernel.partial_nbytes(self.rank)
-        slot = _grown(self._partials, index % SUM_SLOTS, max(nbytes, self.slot_nbytes))
+        slot = self._grown(self._partials, index % SUM_SLOTS, max(nbytes, self.slot_nbytes))
         return slot[:nbytes].view(kernel.partial)
+
+    def sum_slot(self, index: int) -> NDArray[np.uint8]:
+        """Return where the node's partial of chunk `index` is kept until it is sent."""
+        return self._grown(self._partials, index % SUM_SLOTS, self.slot_nbytes)
 
     def _arrival(self, peer: int, index: int, chunk: Chunk, segment: Segment) -> NDArray[np.uint8]:
         itemsize = chunk.collective.kernel.partial_nbytes(peer)
         # Room for all segments at once: growing would lose those that are here already.
         nbytes = chunk.program.arriving_numel * itemsize
-        slot = _grown(self._arrivals[peer], index % SUM_SLOTS, nbytes)
+        slot = self.arrival_slot(peer, index, nbytes)
         return slot[segment.arrive_begin * itemsize : segment.arrive_end * itemsize]
+
+    def arrival_slot(self, peer: int, index: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return at least `nbytes` bytes for what `peer` sends of chunk `index` to be added."""
+        return self._grown(self._arrivals[peer], index % SUM_SLOTS, nbytes)
 
     def _span(self, stage: Stage, index: int, what: str, begin: float) -> None:
         if self.spans is not None:
             self.spans.append(Span(stage, index, what, begin, time.monotonic()))
 
-
-def _grown(slots: list[NDArray[np.uint8]], at: int, nbytes: int) -> NDArray[np.uint8]:
-    if slots[at].nbytes < nbytes:
-        slots[at] = np.empty(nbytes, np.uint8)
-    return slots[at]
+    def _grown(self, slots: list[NDArray[np.uint8]], at: int, nbytes: int) -> NDArray[np.uint8]:
+        if slots[at].nbytes < nbytes:
+            slots[at] = np.empty(nbytes, np.uint8)
+            self.growths += 1
+        return slots[at]

@@ -13,6 +13,7 @@ from topo_ar.execution.fixed_order import FixedOrder
 from topo_ar.execution.kernels import Kernel
 from topo_ar.execution.program import ChunkProgram, compile_program
 from topo_ar.execution.reach import Reach
+from topo_ar.execution.straight import is_straight
 from topo_ar.planning.equal_shares import with_equal_shares
 from topo_ar.planning.lowering import lower
 from topo_ar.planning.nccl_machine import nccl_machine_of
@@ -35,12 +36,13 @@ class Prepared:
     """What is kept for one (number of elements, dtype, device): the plan and this rank's program.
 
     `program` is None where the plain path is taken; `fingerprint` tells collectives apart that
-    ranks must not mix, up to their operation.
+    ranks must not mix, up to their operation; `straight` says that `Straight` can run the program.
     """
 
     plan: Plan
     program: tuple[ChunkProgram, ...] | None
     fingerprint: int
+    straight: bool = False
 
 
 class Plans:
@@ -206,7 +208,9 @@ class Plans:
             program = self._program(plan, tensor)
         facts = f"{plan.hash} {tensor.dtype} {self._reproducible}"
         digest = hashlib.sha256(facts.encode()).digest()
-        return Prepared(plan, program, int.from_bytes(digest[:8], "little", signed=True))
+        fingerprint = int.from_bytes(digest[:8], "little", signed=True)
+        straight = program is not None and is_straight(program)
+        return Prepared(plan, program, fingerprint, straight)
 
     def _program(self, plan: Plan, tensor: torch.Tensor) -> tuple[ChunkProgram, ...] | None:
         schedule = lower(plan, tensor.numel(), tensor.itemsize)

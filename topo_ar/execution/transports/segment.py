@@ -53,6 +53,9 @@ class Counter:
     ON_WIRE: Final = POSTED + 2
 
 
+# In the word ASLEEP beside the mask of counters: the rank sleeps on the word, not on its pipe.
+FUTEX: Final = 1 << 1
+
 HOST_ID_ENV = "TOPO_AR_HOSTID"
 
 
@@ -104,6 +107,12 @@ class Segment:
         """Return what the segment's owner left."""
         length = int.from_bytes(self.memory[_TEXT_AT : _TEXT_AT + 2], "little")
         return self.memory[_TEXT_AT + 2 : _TEXT_AT + 2 + length]
+
+    @property
+    def asleep_at(self) -> int:
+        """The address of the word ASLEEP in this process."""
+        words: int = np.frombuffer(self.words, np.int64).ctypes.data
+        return words + 8 * Counter.ASLEEP
 
     def close(self) -> None:
         """Unmap; views that are still held keep the mapping until they go."""

@@ -11,8 +11,10 @@ import platform
 import numpy as np
 from numpy.typing import NDArray
 
+from topo_ar.execution.futex import wake
 from topo_ar.execution.transports.segment import (
     FINGERPRINT_SLOTS,
+    FUTEX,
     RESULT_SLOTS,
     STAGING_SLOTS,
     Counter,
@@ -54,6 +56,7 @@ class Node:
         ]
         self._words = [segment.words for segment in self.segments]
         self._mine = owned.segment.words
+        self._asleep_at = {peer.rank: peer.segment.asleep_at for peer in self.peers}
 
     def least(self, counter: int) -> int:
         """Return the smallest value of a growing counter over the node."""
@@ -76,9 +79,13 @@ class Node:
         bit = 1 << counter
         for peer in self.peers:
             words = peer.segment.words
-            if words[Counter.ASLEEP] & bit:
+            mask = words[Counter.ASLEEP]
+            if mask & bit:
                 words[Counter.ASLEEP] = 0
-                _ring(peer)
+                if mask & FUTEX:
+                    wake(self._asleep_at[peer.rank])
+                else:
+                    _ring(peer)
 
     def wake_everyone(self) -> None:
         """Wake all peers, whatever they wait for."""

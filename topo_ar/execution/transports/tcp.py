@@ -24,6 +24,11 @@ _TEXT_LIMIT_NBYTES: Final = 4096
 _WAKE_NBYTES: Final = 128 << 10
 
 
+def frame_header(kind: int, segment: int, index: int, fingerprint: int, nbytes: int) -> bytes:
+    """Return the header of a frame whose payload has `nbytes` bytes."""
+    return _HEADER.pack(_MAGIC, kind, segment, index, fingerprint, nbytes)
+
+
 class Kind(IntEnum):
     """What a frame carries."""
 
@@ -59,6 +64,8 @@ class Flow:
         Frames that the schedule still expects from the peer.
     gated : bool
         A frame is waiting in the socket for its destination to become free.
+    unexpected : bool
+        `receive_known` met another frame than the one that it was to read.
     """
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
@@ -84,6 +91,8 @@ class Flow:
         self._size = 0
         self._target: memoryview | None = None
         self._target_fill = 0
+        self.unexpected = False
+        self._put_back = b""
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for poll."""
@@ -109,7 +118,10 @@ class Flow:
         segment: int = 0,
     ) -> None:
         """Queue a frame; `done` is called when its last byte has left `payload`."""
-        header = _HEADER.pack(_MAGIC, kind, segment, index, fingerprint, payload.nbytes)
+        self.queue(frame_header(kind, segment, index, fingerprint, payload.nbytes), payload, done)
+
+    def queue(self, header: bytes, payload: memoryview, done: Callable[[], None]) -> None:
+        """Queue a frame whose header is made."""
         self._queue.append((memoryview(header), payload, done))
 
     def flush(self) -> bool:
@@ -162,6 +174,40 @@ class Flow:
         self._finish_frame(receiver)
         return True
 
+    def receive_known(self, header: bytes, target: memoryview) -> bool:
+        """Read on in the one frame that can come next; return whether it is whole.
+
+        What has come of it, and any other frame, is left to `receive`.
+        """
+        while True:
+            fill = self._header_fill
+            try:
+                if fill < _HEADER.size:
+                    count = self.sock.recvmsg_into((self._header_view[fill:], target))[0]
+                else:
+                    count = self.sock.recv_into(target[self._target_fill :])
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise self._gone(error) from None
+            if count == 0:
+                raise self._gone(None)
+            if fill < _HEADER.size:
+                self._header_fill = min(_HEADER.size, fill + count)
+                count -= self._header_fill - fill
+                if self._header_fill < _HEADER.size:
+                    continue
+                self._parse_header()
+                if self._header != header:
+                    self._put_back, self.unexpected = bytes(target[:count]), True
+                    return False
+                self._target = target
+            self._target_fill += count
+            if self._target_fill == self._size:
+                self._header_fill = self._target_fill = 0
+                self._target = None
+                return True
+
     def _wake_at(self, nbytes: int) -> None:
         # One wake-up for many segments instead of one for each.
         wanted = min(nbytes, _WAKE_NBYTES)
@@ -206,6 +252,11 @@ class Flow:
         receiver.arrived(self, kind, index)
 
     def _read_into(self, view: memoryview) -> int:
+        if self._put_back:
+            count = min(view.nbytes, len(self._put_back))
+            view[:count] = self._put_back[:count]
+            self._put_back = self._put_back[count:]
+            return count
         try:
             count = self.sock.recv_into(view)
         except BlockingIOError:

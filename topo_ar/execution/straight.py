@@ -1,0 +1,302 @@
+"""A one-chunk all-reduce through one owner per node, done in a straight line.
+
+For a small tensor the turns of the pipeline's lanes cost far more than the message. This does the
+same work on the same counters, slots and streams, so that other ranks may run the same chunk in
+their lanes; where something does not come soon, the lanes take over at the point that was reached.
+
+Everything that does not change from call to call is made once, because eight ranks that share two
+cores run each line of Python with a cold cache.
+"""
+
+import ctypes
+import os
+import select
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topo_ar.execution.flight import Chunk, Collective
+from topo_ar.execution.futex import Sleep
+from topo_ar.execution.kernels import Array, Kernel
+from topo_ar.execution.pipeline import SUM_SLOTS, Pipeline
+from topo_ar.execution.program import ChunkProgram
+from topo_ar.execution.transports.segment import FUTEX, RESULT_SLOTS, STAGING_SLOTS, Counter
+from topo_ar.execution.transports.tcp import Flow, Kind, frame_header
+
+_YIELDS = 20
+# The lanes look for dead ranks; until they take over nobody does.
+_NAP_S = 0.02
+_PUBLISHED, _COPIED_IN, _REDUCED = Counter.PUBLISHED, Counter.COPIED_IN, Counter.REDUCED
+_ASLEEP = Counter.ASLEEP
+
+
+def is_straight(program: Sequence[ChunkProgram]) -> bool:
+    """Tell whether a program is one chunk that one rank of the node sums up and exchanges whole."""
+    if len(program) != 1 or len(program[0].owners) != 1:
+        return False
+    segments = program[0].segments
+    return not segments or (len(segments) == 1 and not segments[0].parts)
+
+
+class Line:
+    """One program with its views of all slots; made by `Straight.line`.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        Whose slots and flows are used.
+    program : tuple of ChunkProgram
+        For which `is_straight` is true.
+    kernel : Kernel
+        What sums.
+    fingerprint : int
+        Of the collective.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        program: tuple[ChunkProgram, ...],
+        kernel: Kernel,
+        fingerprint: int,
+    ) -> None:
+        node = pipeline.node
+        self.program, self.kernel = program, kernel
+        self.fingerprint = fingerprint
+        self.nbytes = nbytes = (program[0].end - program[0].begin) * kernel.itemsize
+        self.owner = program[0].owners[0]
+
+        def view(slot: NDArray[np.uint8]) -> Array:
+            return slot[:nbytes].view(kernel.storage)
+
+        mine = node.owned.segment
+        self.staging = [mine.staging(slot).ctypes.data for slot in range(STAGING_SLOTS)]
+        self.sources = [
+            [view(segment.staging(slot)) for segment in node.segments]
+            for slot in range(STAGING_SLOTS)
+        ]
+        self.results = [view(node.result(slot)) for slot in range(RESULT_SLOTS)]
+        self.result = [array.ctypes.data for array in self.results]
+        self.flows: list[Flow] = []
+        if self.owner == node.local_rank and program[0].segments:
+            segment = program[0].segments[0]
+            self.number, self.rail = segment.number, segment.rail
+            self.flows = [pipeline.flows[p] for p in segment.rail if p != pipeline.rank]
+        # Lines are made while others are in flight, for which slots must not grow.
+        self.growths = -1
+
+    def look_again(self, pipeline: Pipeline) -> None:
+        """Take views of the slots between the nodes, which grow with the largest collective."""
+        self.totals: list[Array] = []
+        self.terms: list[list[Array]] = []
+        self.payloads: list[memoryview] = []
+        self.arrivals: list[list[memoryview]] = []
+
+        def view(slot: NDArray[np.uint8]) -> Array:
+            return slot[: self.nbytes].view(self.kernel.storage)
+
+        for slot in range(SUM_SLOTS if self.flows else 0):
+            total = view(pipeline.sum_slot(slot))
+            places = {
+                f.rank: view(pipeline.arrival_slot(f.rank, slot, self.nbytes)) for f in self.flows
+            }
+            self.totals.append(total)
+            self.terms.append([places.get(peer, total) for peer in self.rail])
+            self.payloads.append(total.data.cast("B"))
+            self.arrivals.append([places[f.rank].data.cast("B") for f in self.flows])
+        self.growths = pipeline.growths
+
+
+class Straight:
+    """Runs lines on the thread that drives the loop, while the pipeline is idle.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        Whose counters, slots and flows are used.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        node = self._node = pipeline.node
+        self._words = [segment.words for segment in node.segments]
+        self._others = [peer.segment.words for peer in node.peers]
+        self._mine = node.owned.segment.words
+        self._local_rank = node.local_rank
+        self._nap = Sleep(_NAP_S)
+        self._asleep_at = node.owned.segment.asleep_at
+
+    def run(self, line: Line, number: int, pointer: int) -> Collective | None:
+        """All-reduce the contiguous memory at `pointer`; return what the lanes have to finish.
+
+        Parameters
+        ----------
+        line : Line
+            What to do.
+        number : int
+            Of the collective.
+        pointer : int
+            Address of the tensor; it must stay valid until the collective is done.
+
+        Raises
+        ------
+        ExecutionError
+            If a peer is gone or runs another collective.
+        """
+        pipeline = self._pipeline
+        index = pipeline.end
+        least = self._node.least
+        if (
+            pipeline.spans is not None
+            or index >= least(_REDUCED) + STAGING_SLOTS
+            or index >= least(Counter.COPIED_OUT) + RESULT_SLOTS
+        ):
+            collective = _collective(line, number, pointer)
+            pipeline.enqueue(collective)
+            return collective
+        self._node.write_fingerprint(number, line.fingerprint)
+        mine = self._mine
+        after = index + 1
+        ctypes.memmove(line.staging[index % STAGING_SLOTS], pointer, line.nbytes)
+        if line.owner == self._local_rank:
+            mine[_COPIED_IN] = after
+            left = self._own(line, index, number, pointer)
+        else:
+            # Published before, for the owner to be the last, who wakes the others.
+            mine[_PUBLISHED] = mine[_REDUCED] = mine[_COPIED_IN] = after
+            self._rouse(after, _COPIED_IN, _REDUCED)
+            left = self._follow(line, index, number, pointer)
+        if left is None:
+            pipeline.skip()
+            mine[Counter.COPIED_OUT] = after
+            self._rouse(after, Counter.COPIED_OUT)
+        return left
+
+    def _rouse(self, after: int, *counters: int) -> None:
+        """Wake those who sleep for one of `counters` that this rank has moved, as a lane would."""
+        for words in self._others:
+            if words[_ASLEEP]:
+                for counter in counters:
+                    self._node.advance(counter, after)
+                return
+
+    def _follow(self, line: Line, index: int, number: int, pointer: int) -> Collective | None:
+        owner = self._words[line.owner]
+        if owner[_PUBLISHED] <= index and not self._comes(_PUBLISHED, index, [owner]):
+            collective = _collective(line, number, pointer)
+            self._pipeline.adopt(collective, published=True)
+            return collective
+        ctypes.memmove(pointer, line.result[index % RESULT_SLOTS], line.nbytes)
+        return None
+
+    def _own(self, line: Line, index: int, number: int, pointer: int) -> Collective | None:
+        pipeline, mine, kernel = self._pipeline, self._mine, line.kernel
+        after = index + 1
+        if not self._comes(_COPIED_IN, index, self._words):
+            collective = _collective(line, number, pointer)
+            pipeline.adopt(collective)
+            return collective
+        if self._node.differing(number, line.fingerprint):
+            pipeline.check_fingerprints(_collective(line, number, pointer))
+        sources = line.sources[index % STAGING_SLOTS]
+        result = line.results[index % RESULT_SLOTS]
+        if line.growths != pipeline.growths and line.flows:
+            line.look_again(pipeline)
+        with np.errstate(all="ignore"):
+            if line.flows:
+                kernel.reduce_in_node(line.totals[index % SUM_SLOTS], sources)
+                mine[_REDUCED] = after
+                left = self._exchange(line, index, number, pointer)
+                if left is not None:
+                    return left
+                kernel.reduce_between(result, line.terms[index % SUM_SLOTS], line.rail)
+            else:
+                kernel.reduce_all(result, sources)
+                mine[_REDUCED] = after
+        mine[_PUBLISHED] = after
+        self._rouse(after, _PUBLISHED, _REDUCED)
+        ctypes.memmove(pointer, line.result[index % RESULT_SLOTS], line.nbytes)
+        return None
+
+    def _exchange(self, line: Line, index: int, number: int, pointer: int) -> Collective | None:
+        """Send the node's sum to the others and read theirs; return what the lanes took over."""
+        pipeline = self._pipeline
+        slot = index % SUM_SLOTS
+        header = frame_header(Kind.EXCHANGE, line.number, index, line.fingerprint, line.nbytes)
+        adopted: list[Chunk] = []
+
+        def sent() -> None:
+            if adopted:
+                pipeline.frame_sent(index, adopted[0])
+
+        unsent = 0
+        for flow in line.flows:
+            flow.queue(header, line.payloads[slot], sent)
+            flow.flush()
+            unsent += flow.wants_out
+        arrived = 0
+        if not unsent:
+            for flow, target in zip(line.flows, line.arrivals[slot], strict=True):
+                if not _arrives(flow, header, target):
+                    break
+                arrived += 1
+        if arrived == len(line.flows):
+            return None
+        collective = _collective(line, number, pointer)
+        chunk = pipeline.adopt(collective, reduced=True)
+        adopted.append(chunk)
+        pipeline.frames_unsent(chunk, unsent)
+        for flow in line.flows[:arrived]:
+            flow.outstanding -= 1
+            pipeline.arrived(flow, Kind.EXCHANGE, index)
+        return collective
+
+    def _comes(self, counter: int, index: int, words: "Sequence[memoryview[int]]") -> bool:
+        """Wait until `counter` has passed `index` in all `words`, not for long."""
+        for _ in range(_YIELDS):
+            if _passed(counter, index, words):
+                return True
+            os.sched_yield()
+        mine, mask = self._mine, FUTEX | 1 << counter
+        mine[_ASLEEP] = mask
+        if not _passed(counter, index, words):
+            self._nap.while_equal(self._asleep_at, mask)
+        mine[_ASLEEP] = 0
+        return _passed(counter, index, words)
+
+
+def _passed(counter: int, index: int, words: "Sequence[memoryview[int]]") -> bool:
+    for each in words:  # noqa: SIM110 - a generator costs more than the loop
+        if each[counter] <= index:
+            return False
+    return True
+
+
+def _arrives(flow: Flow, header: bytes, target: memoryview) -> bool:
+    """Read a frame; return False when it does not come soon, or is another one."""
+    for _ in range(_YIELDS):
+        if flow.receive_known(header, target):
+            return True
+        if flow.unexpected:
+            return False
+        os.sched_yield()
+    poll = select.poll()
+    poll.register(flow.sock, select.POLLIN)
+    while poll.poll(1e3 * _NAP_S):
+        if flow.receive_known(header, target):
+            return True
+        if flow.unexpected:
+            return False
+    return False
+
+
+def _collective(line: Line, number: int, pointer: int) -> Collective:
+    memory = memoryview((ctypes.c_char * line.nbytes).from_address(pointer)).cast("B")
+    return Collective(
+        number=number,
+        fingerprint=line.fingerprint,
+        program=line.program,
+        kernel=line.kernel,
+        buffer=np.frombuffer(memory, line.kernel.storage),
+    )
