@@ -480,6 +480,7 @@ class Communicator:
         self._closed = True
         _live.discard(self)
         self._end.detach()
+        self._lines.clear()  # their views would keep the memory mapped
         self._loop.close(timeout_s)
         if self._stage_groups is not None:
             self._stage_groups.close()

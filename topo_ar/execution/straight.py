@@ -61,15 +61,24 @@ class Line:
         kernel: Kernel,
         fingerprint: int,
     ) -> None:
-        node = pipeline.node
-        self.program, self.kernel = program, kernel
-        self.fingerprint = fingerprint
-        self.nbytes = nbytes = (program[0].end - program[0].begin) * kernel.itemsize
+        self.program, self.kernel, self.fingerprint = program, kernel, fingerprint
+        self.nbytes = (program[0].end - program[0].begin) * kernel.itemsize
         self.owner = program[0].owners[0]
+        self.flows: list[Flow] = []
+        if self.owner == pipeline.node.local_rank and program[0].segments:
+            segment = program[0].segments[0]
+            self.number, self.rail = segment.number, segment.rail
+            self.flows = [pipeline.flows[p] for p in segment.rail if p != pipeline.rank]
+        # Lines are made while others are in flight, for which slots must not grow.
+        self.growths = -1
+
+    def look(self, pipeline: Pipeline) -> None:
+        """Take views of the slots; those between the nodes grow with the largest collective."""
 
         def view(slot: NDArray[np.uint8]) -> Array:
-            return slot[:nbytes].view(kernel.storage)
+            return slot[: self.nbytes].view(self.kernel.storage)
 
+        node = pipeline.node
         mine = node.owned.segment
         self.staging = [mine.staging(slot).ctypes.data for slot in range(STAGING_SLOTS)]
         self.sources = [
@@ -78,24 +87,10 @@ class Line:
         ]
         self.results = [view(node.result(slot)) for slot in range(RESULT_SLOTS)]
         self.result = [array.ctypes.data for array in self.results]
-        self.flows: list[Flow] = []
-        if self.owner == node.local_rank and program[0].segments:
-            segment = program[0].segments[0]
-            self.number, self.rail = segment.number, segment.rail
-            self.flows = [pipeline.flows[p] for p in segment.rail if p != pipeline.rank]
-        # Lines are made while others are in flight, for which slots must not grow.
-        self.growths = -1
-
-    def look_again(self, pipeline: Pipeline) -> None:
-        """Take views of the slots between the nodes, which grow with the largest collective."""
         self.totals: list[Array] = []
         self.terms: list[list[Array]] = []
         self.payloads: list[memoryview] = []
         self.arrivals: list[list[memoryview]] = []
-
-        def view(slot: NDArray[np.uint8]) -> Array:
-            return slot[: self.nbytes].view(self.kernel.storage)
-
         for slot in range(SUM_SLOTS if self.flows else 0):
             total = view(pipeline.sum_slot(slot))
             places = {
@@ -155,6 +150,8 @@ class Straight:
             collective = _collective(line, number, pointer)
             pipeline.enqueue(collective)
             return collective
+        if line.growths != pipeline.growths:
+            line.look(pipeline)
         self._node.write_fingerprint(number, line.fingerprint)
         mine = self._mine
         after = index + 1
@@ -201,8 +198,6 @@ class Straight:
             pipeline.check_fingerprints(_collective(line, number, pointer))
         sources = line.sources[index % STAGING_SLOTS]
         result = line.results[index % RESULT_SLOTS]
-        if line.growths != pipeline.growths and line.flows:
-            line.look_again(pipeline)
         with np.errstate(all="ignore"):
             if line.flows:
                 kernel.reduce_in_node(line.totals[index % SUM_SLOTS], sources)
