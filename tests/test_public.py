@@ -24,6 +24,7 @@ PUBLIC = [
     "attach",
     "ddp",
     "discover",
+    "handle_of",
     "plan",
     "preset",
     "read",

@@ -27,7 +27,7 @@ from topo_ar.telemetry.log import log_to_stderr
 if TYPE_CHECKING:
     from topo_ar.api import all_reduce, discover, plan
     from topo_ar.execution.communicator import Communicator
-    from topo_ar.integrations.ddp import attach, ddp
+    from topo_ar.integrations.ddp import attach, ddp, handle_of
     from topo_ar.planning.plan import Plan
     from topo_ar.topology.model import Topology
     from topo_ar.topology.presets import preset
@@ -44,6 +44,7 @@ _HOMES = {
     "attach": "topo_ar.integrations.ddp",
     "ddp": "topo_ar.integrations.ddp",
     "discover": "topo_ar.api",
+    "handle_of": "topo_ar.integrations.ddp",
     "plan": "topo_ar.api",
     "preset": "topo_ar.topology.presets",
     "read": "topo_ar.topology.readers",
@@ -64,6 +65,7 @@ __all__ = [
     "attach",
     "ddp",
     "discover",
+    "handle_of",
     "plan",
     "preset",
     "read",

@@ -9,10 +9,12 @@ nodes, and what is outstanding stays the same.
 """
 
 import json
+import math
 
 import torch
 
 from topo_ar.compression.error_feedback import ErrorFeedback
+from topo_ar.compression.parts import as_bytes
 from topo_ar.compression.protocol import Group
 from topo_ar.compression.state import Run
 from topo_ar.errors import ConfigError
@@ -74,8 +76,27 @@ def state_dict(feedback: ErrorFeedback, rail: Group, node: Group, *, exact: bool
             _RESIDUAL + name: whole if exact else whole[0]
             for name, whole in sorted(residuals.items())
         },
-        **{_CODEC + name: value for name, value in feedback.compressor.state_dict().items()},
+        **{
+            _CODEC + name: value
+            for name, value in sorted(_union(feedback.compressor.state_dict(), node).items())
+        },
     }
+
+
+def require_state(state: State) -> None:
+    """Refuse what no `state_dict` of a known schema is.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    schema = int(state["schema"]) if "schema" in state else None
+    if schema is None or schema > SCHEMA:
+        raise ConfigError(
+            f"the state of error feedback has schema {schema}, this version reads up to {SCHEMA}; "
+            "give it what topo_ar.compression.checkpoint.state_dict returned"
+        )
 
 
 def load_state_dict(feedback: ErrorFeedback, state: State, rail: Group, node: Group) -> None:
@@ -100,12 +121,7 @@ def load_state_dict(feedback: ErrorFeedback, state: State, rail: Group, node: Gr
     ConfigError
         If `state` is not such a state or of a newer schema.
     """
-    schema = int(state["schema"]) if "schema" in state else None
-    if schema is None or schema > SCHEMA:
-        raise ConfigError(
-            f"the state of error feedback has schema {schema}, this version reads up to {SCHEMA}; "
-            "give it what topo_ar.compression.checkpoint.state_dict returned"
-        )
+    require_state(state)
     feedback.reset()
     store = feedback.store
     exact = bool(state["exact"])
@@ -130,6 +146,24 @@ def load_state_dict(feedback: ErrorFeedback, state: State, rail: Group, node: Gr
         feedback.compressor.load_state_dict(
             {k.removeprefix(_CODEC): v for k, v in state.items() if k.startswith(_CODEC)}
         )
+
+
+def _union(state: State, node: Group) -> State:
+    """Return what any rank of the node has: a codec's state may be spread over it."""
+    header = json.dumps(
+        [(key, tuple(v.shape), str(v.dtype).removeprefix("torch.")) for key, v in state.items()]
+    )
+    empty = torch.empty(0, dtype=torch.uint8)
+    mine = torch.cat([empty, *(as_bytes(value.cpu().reshape(-1)) for value in state.values())])
+    union: State = {}
+    for text, body in zip(node.all_gather(_text(header)), node.all_gather(mine), strict=True):
+        at = 0
+        for key, shape, kind in json.loads(bytes(text.tolist())):
+            dtype = getattr(torch, kind)
+            nbytes = math.prod(shape) * dtype.itemsize
+            union[key] = body[at : at + nbytes].clone().view(dtype).view(shape)
+            at += nbytes
+    return union
 
 
 def _text(text: str) -> torch.Tensor:

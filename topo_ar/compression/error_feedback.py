@@ -64,6 +64,7 @@ class ErrorFeedback:
         self._rate: float | None = None
         self._pending: dict[Layout, _Pending] = {}
         self._spare: dict[Layout, torch.Tensor] = {}
+        self._discarded = False
 
     def reduce(
         self,
@@ -139,7 +140,8 @@ class ErrorFeedback:
 
         Called by the first `reduce` of the next step, and by whoever reads the state.
         """
-        finite = not any(bool(p.poison.isnan()) for p in self._pending.values())
+        finite = self.finite()
+        self._discarded = False
         for layout, pending in self._pending.items():
             if finite:
                 self._keep(layout, pending)
@@ -148,17 +150,45 @@ class ErrorFeedback:
         self._pending.clear()
         return finite
 
+    def finite(self) -> bool:
+        """Tell whether all of the step at hand is finite so far."""
+        return not (self._discarded or any(map(self.poisoned, self._pending)))
+
+    def poisoned(self, layout: Layout) -> bool:
+        """Tell whether the last `reduce` of a layout met something that is not finite, anywhere."""
+        return bool(self._pending[layout].poison.isnan())
+
+    def lost(self, layout: Layout) -> torch.Tensor:
+        """Return what the last `reduce` of a layout left out here, not to be changed."""
+        return self._pending[layout].residual
+
+    def discard(self) -> None:
+        """Let the step at hand leave no trace: another part of its gradient is not finite."""
+        self._discarded = True
+
     def reset(self) -> None:
         """Forget residuals and the step at hand, as a new one would be; the codec stays."""
         self._pending.clear()
+        self._discarded = False
         self._spare.clear()
         self.store.clear()
         self.next_step = 0
         self._rate = None
 
-    def reshard(self, layout: Layout, node: Group, device: torch.device | str = "cpu") -> None:
-        """Fetch the residuals of a bucket that is new; see `ResidualStore.reshard`."""
-        self.settle()
+    def reshard(
+        self,
+        layout: Layout,
+        node: Group,
+        device: torch.device | str = "cpu",
+        step: int | None = None,
+    ) -> None:
+        """Fetch the residuals of a bucket that is new; see `ResidualStore.reshard`.
+
+        With the number of the step that it is for, buckets of the same step may have been reduced
+        already; they are not settled before all are.
+        """
+        if step is None or step != self.next_step - 1:
+            self.settle()
         self._spare.clear()
         self.store.reshard(layout, node, device)
 

@@ -19,6 +19,8 @@ A. Ramesh et al., "Zero-Shot Text-to-Image Generation", ICML 2021, appendix E (s
 S. Shi et al., "ACP-SGD: Alternate Low-rank Compression", ICDCS 2023 (one all-reduce a step).
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -240,10 +242,21 @@ class PowerSGD:
         for matrix in job.known:
             right = self._state.get(f"{matrix.name}/q")
             if right is None:
-                drawn = draw(self._seed, f"{matrix.name}/q", self.rank, matrix.columns)
-                (right,) = orthogonalize([drawn.to(job.tail)])
+                right = self._drawn(matrix.name, matrix.columns, job.tail)
             rights[matrix.name] = right.to(job.tail)
         return rights
+
+    def first_state(self, shapes: Mapping[str, Sequence[int]]) -> Factors:
+        """Return the state before the first step, for parameters of these shapes by name."""
+        return {
+            f"{name}/q": self._drawn(name, math.prod(shape[1:]), torch.empty(0))
+            for name, shape in shapes.items()
+            if self.codec.compresses(tuple(shape))
+        }
+
+    def _drawn(self, name: str, columns: int, like: torch.Tensor) -> torch.Tensor:
+        drawn = draw(self._seed, f"{name}/q", self.rank, columns)
+        return orthogonalize([drawn.to(like)])[0]
 
     def _left(self, matrix: Matrix, job: "_Job") -> torch.Tensor:
         """Return the rows of P here; where none are kept, they are drawn."""

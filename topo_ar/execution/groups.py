@@ -44,13 +44,15 @@ class Groups:
         attend: Attend,
     ) -> None:
         self._rank = rank
-        self._call = Call()
-        self.node = NodeGroup(node, attend, self._call)
-        self.rail = RailGroup(rail, rank, node, flows, attend, self._call)
+        # Nodes may do more or less inside, such as for a matrix that one of them answers for.
+        self._calls = Call(), Call()
+        self.node = NodeGroup(node, attend, self._calls[0])
+        self.rail = RailGroup(rail, rank, node, flows, attend, self._calls[1])
 
     def do(self, work: GroupWork) -> None:
         """Do a work; the pipeline must be idle."""
-        self._call.fingerprint, self._call.number = work.fingerprint, 0
+        for call in self._calls:
+            call.fingerprint, call.number = work.fingerprint, 0
         try:
             with torch.no_grad():
                 work.work(self.node, self.rail)

@@ -16,7 +16,7 @@ Attend = Callable[[Errand], None]
 
 @dataclass(slots=True)
 class Call:
-    """Which work the groups are at, and how many operations of it they have begun."""
+    """Which work a group is at, and how many operations of it it has begun."""
 
     fingerprint: int = 0
     number: int = 0

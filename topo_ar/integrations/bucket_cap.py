@@ -4,13 +4,13 @@ What a new model gets is a function of topology, sizes and dtypes alone, so that
 Measured times differ from rank to rank and are only for advice.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from topo_ar.execution.communicator import Communicator
 from topo_ar.planning.buckets import Backward, backward_of
-from topo_ar.planning.joint import balanced_backward, plan_training
+from topo_ar.planning.joint import CAPS_MIB, balanced_backward, plan_training
 from topo_ar.planning.occupancy import MODES
 from topo_ar.planning.parameters import ITEMSIZES, Parameter
 from topo_ar.planning.plan import Plan
@@ -59,15 +59,20 @@ def advice(
     cap_mib: float | None,
     devices: Iterable[str],
     policy: Policy,
+    *,
+    keep_cap: bool = False,
 ) -> TrainingPlan:
     """Return the training plan for the backward that `trace` shows, against the cap in use.
+
+    With `keep_cap` no other cap is looked at.
 
     Raises
     ------
     ConfigError
         If the trace holds no step.
     """
-    return _plan(communicator, backward_of(trace), plan, _runtime(devices), cap_mib, policy)
+    caps = (cap_mib,) if keep_cap else CAPS_MIB
+    return _plan(communicator, backward_of(trace), plan, _runtime(devices), cap_mib, policy, caps)
 
 
 def _runtime(devices: Iterable[str]) -> Runtime:
@@ -81,6 +86,7 @@ def _plan(
     runtime: Runtime,
     cap_mib: float | None = None,
     policy: Policy | None = None,
+    caps_mib: Sequence[float | None] = CAPS_MIB,
 ) -> TrainingPlan:
     mode = plan if plan in MODES else MODES[0]
     return plan_training(
@@ -90,6 +96,7 @@ def _plan(
         topology_hash=topology_hash(communicator.topology),
         runtime=runtime,
         families=runtime.families,
+        caps_mib=caps_mib,
         reference_cap_mib=cap_mib,
         modes=("flat" if communicator.plain_reason else mode,),
     )

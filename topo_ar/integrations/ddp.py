@@ -4,9 +4,10 @@ No ``from __future__ import annotations`` here: torch compares the hook's annota
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,11 @@ from topo_ar.execution.torch_private import (
     skips_unused,
 )
 from topo_ar.integrations.bucket_cap import advice, planned_cap
+from topo_ar.integrations.compressed import CompressedReduction
+from topo_ar.integrations.compression_auto import decide
+from topo_ar.integrations.compression_buckets import CompressionReport
+from topo_ar.integrations.compression_choice import CompressionSettings, optimizer_name
+from topo_ar.integrations.compression_state import State, load_state, saved_state
 from topo_ar.integrations.trace import Recorder
 from topo_ar.planning.joint_reasons import cap_name
 from topo_ar.planning.plan import Plan
@@ -43,6 +49,9 @@ _EACH_PARAMETER = (
 )
 
 
+_handles: "WeakKeyDictionary[DistributedDataParallel, Handle]" = WeakKeyDictionary()
+
+
 class DDPHook:
     """The communication hook; register it by hand with ``ddp.register_comm_hook(None, hook.hook)``.
 
@@ -58,6 +67,8 @@ class DDPHook:
 
     Attributes
     ----------
+    compression : CompressedReduction or None
+        What reduces the buckets in place of the communicator.
     advise : callable or None
         Called once, before the first bucket after 20 steps.
     error : BaseException or None
@@ -67,6 +78,7 @@ class DDPHook:
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
         self.communicator: Communicator | None = communicator
         self.recorder = recorder
+        self.compression: CompressedReduction | None = None
         self.advise: Callable[[], None] | None = None
         self.error: BaseException | None = None
 
@@ -86,10 +98,14 @@ class DDPHook:
                 )
             tensor = bucket.buffer()
             on_done = None
+            if self.compression is not None:
+                self.compression.begin(bucket)
             if self.recorder is not None:
                 if self.advise is not None and bucket.index() == 0:
                     self._advise_once(self.advise, self.recorder.num_steps)
                 on_done = partial(self.recorder.done, self.recorder.called(bucket, tensor))
+            if self.compression is not None:
+                return self.compression.reduce(bucket, tensor, on_done)
             return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done)
         except BaseException as error:
             self.error = error
@@ -105,7 +121,8 @@ class DDPHook:
             advise()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"communicator": None, "recorder": None, "advise": None, "error": None}
+        names = ("communicator", "recorder", "compression", "advise", "error")
+        return dict.fromkeys(names)
 
 
 class Handle:
@@ -135,7 +152,9 @@ class Handle:
         """Return the bucket trace of the last steps."""
         return self._recorder.snapshot(self.communicator.world_size)
 
-    def advice(self, policy: str = "exact", optimizer: str = "") -> TrainingPlan:
+    def advice(
+        self, policy: str = "exact", optimizer: str = "", *, keep_cap: bool = False
+    ) -> TrainingPlan:
         """Return what the last steps say about bucket cap and codecs, on this rank alone.
 
         Nothing is changed. `TrainingPlan.reason` says it in sentences.
@@ -146,6 +165,8 @@ class Handle:
             ``exact``, ``lossy:BOUND`` or names of codecs, as for `parse_policy`.
         optimizer : str
             Such as ``adamw``: codecs that are a risk with it are left out.
+        keep_cap : bool
+            Look at the bucket cap in use alone.
 
         Raises
         ------
@@ -159,6 +180,7 @@ class Handle:
             self._cap_mib,
             self._devices,
             parse_policy(policy, optimizer),
+            keep_cap=keep_cap,
         )
 
     def _log_advice(self) -> None:
@@ -168,6 +190,48 @@ class Handle:
             logger.info("no advice on the bucket cap: %s", error)
             return
         logger.info("advice after %d steps: %s", self._recorder.num_steps, found.reason)
+
+    @property
+    def compression(self) -> CompressionReport:
+        """What is compressed how, and the bytes that this rank sends for it."""
+        compression = self.hook.compression
+        return CompressionReport("not asked for") if compression is None else compression.report()
+
+    def set_loss_scale(self, scale: Any) -> None:
+        """Say what the loss is multiplied by, for what was not sent to stay right when it changes.
+
+        Parameters
+        ----------
+        scale : GradScaler, callable or float
+            A scaler is asked in each step.
+        """
+        ask = getattr(scale, "get_scale", scale)
+        if self.hook.compression is not None:
+            self.hook.compression.loss_scale = ask if callable(ask) else lambda: float(ask)
+
+    def state_dict(self, *, exact: bool = False) -> State:
+        """Return what was not sent yet and the codecs' state, tensors only; the same on all ranks.
+
+        Collective; call it between steps on all ranks. It can be saved by any means, also by
+        ``torch.distributed.checkpoint``, and loaded with ``weights_only=True``.
+
+        Parameters
+        ----------
+        exact : bool
+            Keep what each node has not sent instead of the sum, n times as much, so that a job of
+            the same ranks goes on bit for bit.
+        """
+        return saved_state(self.hook.compression, exact)
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over a state, of a job of any size and with any bucket cap, before the next step.
+
+        Raises
+        ------
+        ConfigError
+            If `state` is not what `state_dict` returned.
+        """
+        load_state(self.hook.compression, state)
 
     def close(self) -> None:
         """Close the communicator; the DDP cannot run backward afterwards."""
@@ -187,11 +251,17 @@ def attach(
     topology: Topology | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     reproducible: bool = False,
+    compression: str | Mapping[str, str] = "none",
+    policy: str = "exact",
+    optimizer: object = None,
+    start_step: int = 10,
+    warm_up_steps: int = 0,
+    guard_steps: int = 100,
 ) -> Handle:
     """Let `ddp` average its gradients by the planned all-reduce. Collective over its ranks.
 
-    The average is exact: the same as plain DDP up to the order of summation, and bit-identical on
-    all ranks.
+    The average is bit-identical on all ranks. Without compression it is exact: the same as plain
+    DDP up to the order of summation.
 
     Parameters
     ----------
@@ -199,11 +269,16 @@ def attach(
         Without a communication hook.
     plan, topology, timeout_s, reproducible
         As for `Communicator`.
+    compression, policy, start_step, warm_up_steps, guard_steps
+        See `CompressionSettings`.
+    optimizer : Optimizer or str, optional
+        With compression: what steps, for codecs that are a risk with it.
 
     Raises
     ------
     ConfigError
-        If `ddp` is not a DDP, already has a hook, or uses an option that bypasses hooks.
+        If `ddp` is not a DDP, already has a hook, or uses an option that bypasses hooks, or
+        compression cannot be what is asked for.
 
     Examples
     --------
@@ -213,6 +288,15 @@ def attach(
         handle = topo_ar.attach(model)
     """
     _check(ddp)
+    settings = CompressionSettings(
+        compression=compression,
+        policy=policy,
+        optimizer=optimizer_name(optimizer),
+        start_step=start_step,
+        warm_up_steps=warm_up_steps,
+        guard_steps=guard_steps,
+    )
+    settings.choice(name for name, _ in ddp.module.named_parameters())
     communicator = Communicator(
         ddp.process_group,
         topology=topology,
@@ -220,7 +304,7 @@ def attach(
         timeout_s=timeout_s,
         reproducible=reproducible,
     )
-    return _attached(ddp, communicator, plan)
+    return _attached(ddp, communicator, plan, settings)
 
 
 def _check(ddp: object) -> None:
@@ -243,13 +327,26 @@ def _check(ddp: object) -> None:
         logger.warning("static_graph=True: torch fails in no_sync() then, with or without a hook")
 
 
-def _attached(ddp: DistributedDataParallel, communicator: Communicator, plan: str | Plan) -> Handle:
+def _attached(
+    ddp: DistributedDataParallel,
+    communicator: Communicator,
+    plan: str | Plan,
+    settings: CompressionSettings,
+) -> Handle:
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     recorder = Recorder(names)
     hook = DDPHook(communicator, recorder)
     ddp.register_comm_hook(None, hook.hook)
     ddp.register_forward_hook(recorder.forward_done)
-    handle = Handle(hook, communicator, recorder, ddp, plan)
+    handle = _handles[ddp] = Handle(hook, communicator, recorder, ddp, plan)
+    if settings.wanted:
+        ask = partial(handle.advice, settings.policy, settings.optimizer, keep_cap=True)
+        hook.compression = CompressedReduction(
+            communicator,
+            dict(ddp.module.named_parameters()),
+            settings,
+            lambda: decide(communicator, handle.trace(), ask),
+        )
     if communicator.rank == 0 and logger.isEnabledFor(logging.INFO):
         hook.advise = handle._log_advice
     return handle
@@ -262,12 +359,19 @@ def ddp(
     topology: Topology | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     reproducible: bool = False,
+    compression: str | Mapping[str, str] = "none",
+    policy: str = "exact",
+    optimizer: str = "",
+    start_step: int = 10,
+    warm_up_steps: int = 0,
+    guard_steps: int = 100,
     **options: Any,
 ) -> DistributedDataParallel:
     """Return `module` wrapped in DDP with the planned bucket cap and all-reduce.
 
     The cap is chosen for topology, sizes and dtypes, with a backward that takes as long as the
     communication; it is the same on all ranks. ``bucket_cap_mb=`` given by the caller wins.
+    `handle_of` returns what `attach` does.
 
     Parameters
     ----------
@@ -275,6 +379,8 @@ def ddp(
         The model.
     plan, topology, timeout_s, reproducible
         As for `Communicator`.
+    compression, policy, optimizer, start_step, warm_up_steps, guard_steps
+        As for `attach`.
     **options
         Passed to DistributedDataParallel.
 
@@ -283,6 +389,15 @@ def ddp(
     ConfigError
         As for `attach`.
     """
+    settings = CompressionSettings(
+        compression=compression,
+        policy=policy,
+        optimizer=optimizer_name(optimizer),
+        start_step=start_step,
+        warm_up_steps=warm_up_steps,
+        guard_steps=guard_steps,
+    )
+    settings.choice(name for name, _ in module.named_parameters())
     group = options.get("process_group")
     if group is None and options.get("device_mesh") is not None:
         group = options["device_mesh"].get_group(mesh_dim=0)
@@ -299,8 +414,22 @@ def ddp(
                 logger.info("bucket cap %s: %s %s", cap, planned.reason, planned.backward_source)
         model = DistributedDataParallel(module, **options)
         _check(model)
-        _attached(model, communicator, plan)
+        _attached(model, communicator, plan, settings)
     except BaseException:
         communicator.close()
         raise
     return model
+
+
+def handle_of(model: DistributedDataParallel) -> Handle:
+    """Return the handle of a DDP that `ddp` made or `attach` was called on.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    """
+    handle = _handles.get(model)
+    if handle is None:
+        raise ConfigError("this DistributedDataParallel has no hook of topo_ar; call attach on it")
+    return handle

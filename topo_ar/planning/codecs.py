@@ -75,6 +75,12 @@ class Codec:
         """Whether it needs a whole bucket at once: the matrices of PowerSGD cross chunks."""
         return self.name == "powersgd"
 
+    def compresses(self, shape: Shape) -> bool:
+        """Tell whether a tensor of `shape` is compressed, and not sent in full beside others."""
+        if self.name == "powersgd":
+            return factors_pay(shape, int(self._number))
+        return self.lossy and not stays_exact(shape)
+
     @property
     def relative_error(self) -> float:
         """A proven limit of ``|x - decode(encode(x))| / |x|`` (2-norms) for any finite gradient x.

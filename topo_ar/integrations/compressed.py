@@ -1,0 +1,366 @@
+"""Buckets whose shards travel compressed between nodes: the part of the hook that does it.
+
+A bucket is summed exactly inside the node, each local rank reduces its shard over the rail by a
+codec with error feedback, and the node gathers the shards: ``bucket = total / world size`` in the
+bucket's dtype, with the same bits on all ranks.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from topo_ar.compression import drift as drifts
+from topo_ar.compression.error_feedback import ErrorFeedback
+from topo_ar.compression.registry import make
+from topo_ar.compression.rows import reduce_rows
+from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.node_group import NodeGroup
+from topo_ar.execution.rail_group import RailGroup
+from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.compression_buckets import (
+    BucketState,
+    CompressionReport,
+    Part,
+    Place,
+    Stream,
+    arrange,
+    fingerprint,
+)
+from topo_ar.integrations.compression_choice import AUTO, CompressionSettings
+from topo_ar.planning.codecs import NONE, Codec, parse_codec
+
+logger = logging.getLogger("topo_ar")
+
+Future = torch.futures.Future[torch.Tensor]
+Done = Callable[[], None] | None
+
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+# DDP rebuilds its buckets after the first step, or the second: `auto` looks at those after.
+_AUTO_AFTER_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What ``auto`` comes to: codecs by parameter, and why; parameters not named stay exact."""
+
+    codecs: Mapping[str, str]
+    reason: str
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step at hand; the last two are written on the communication thread."""
+
+    number: int = -1
+    loss_scale: float = 1.0
+    spoiled: bool = False
+    drift: dict[Codec, drifts.Drift] = field(default_factory=dict)
+
+
+class CompressedReduction:
+    """Averages the buckets of a DDP, those that it may with codecs.
+
+    All ranks make one together and call it for the same buckets in the same order. What it decides
+    on the way it decides from figures that are the same on all of them.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Over the ranks of the DDP's process group.
+    parameters : mapping of str to Parameter
+        The model's.
+    settings : CompressionSettings
+        What is asked for.
+    decide : callable
+        What ``auto`` calls on all ranks after the first steps, for the same answer on all.
+
+    Attributes
+    ----------
+    loss_scale : callable
+        Returns what the loss of a step is multiplied by.
+    reason : str
+        Why nothing is compressed, or why what is.
+    streams : dict
+        By codec that was asked for.
+
+    Raises
+    ------
+    ConfigError
+        If a pattern of `settings` fits no parameter.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        parameters: Mapping[str, torch.Tensor],
+        settings: CompressionSettings,
+        decide: Callable[[], Decision],
+    ) -> None:
+        self.communicator = communicator
+        self.settings = settings
+        self.parameters = {name: tuple(p.shape) for name, p in parameters.items()}
+        self.choose = settings.choice(parameters)
+        self.streams: dict[Codec, Stream] = {}
+        self.loss_scale: Callable[[], float] = lambda: 1.0
+        self.decided: Callable[[], None] = lambda: None
+        self._decide = decide if settings.compression == AUTO else None
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._step = _Step()
+        self._num_seen = 0
+        self._buckets: dict[int, tuple[tuple[object, ...], BucketState | None]] = {}
+        self._said: set[str] = set()
+        # The power of two by which sums are divided before they are rounded; that is exact.
+        self._headroom = 2.0 ** math.ceil(math.log2(communicator.world_size))
+        nodes = communicator.nodes
+        node = next(node for node in nodes if communicator.rank in node)
+        self._place = Place(node.index(communicator.rank), len(node), len(nodes))
+        self.why_not = communicator.groups_reason or (
+            "there is one node, and so no wire in between" if len(nodes) == 1 else ""
+        )
+        self.reason = self.why_not and f"nothing is compressed: {self.why_not}"
+        self._say(self.reason)
+        for warning in settings.warnings:
+            self._say(warning, logging.WARNING)
+
+    @property
+    def next_step(self) -> int:
+        """One more than the number of the step at hand."""
+        return self._step.number + 1
+
+    @property
+    def scale(self) -> float:
+        """What shards are multiplied by: the loss scale, less the headroom."""
+        return self._step.loss_scale / self._headroom
+
+    def begin(self, bucket: GradBucket) -> None:
+        """Take note of a call of the hook: the first bucket begins a step.
+
+        The numbers of buckets restart in each synchronised backward, and for ranks that have run
+        out of batches in its shadow: nothing else does on all ranks.
+        """
+        if bucket.index() or self.why_not:
+            return
+        self.settle()
+        for codec, found in self._step.drift.items():
+            self._heed(self.streams[codec], found)
+        self._step = _Step(self._step.number + 1, float(self.loss_scale()))
+        self._num_seen += 1
+        ready = self._num_seen > _AUTO_AFTER_STEPS
+        if self._decide is not None and ready and self._step.number >= self.settings.start_step:
+            self._ask(self._decide)
+        for stream in self.streams.values():
+            self._warm_up(stream)
+
+    def settle(self) -> None:
+        """End the step at hand: if anything was not finite, it leaves no trace anywhere."""
+        feedbacks = [stream.feedback for stream in self.streams.values()]
+        if self._step.spoiled or not all(feedback.finite() for feedback in feedbacks):
+            for feedback in feedbacks:
+                feedback.discard()
+        for feedback in feedbacks:
+            feedback.settle()
+
+    def go_on(self, next_step: int) -> None:
+        """Go on at another step, with buckets that fetch their residuals anew."""
+        self._step = _Step(next_step - 1)
+        self._buckets.clear()
+
+    def reduce(self, bucket: GradBucket, tensor: torch.Tensor, on_done: Done) -> Future:
+        """Average a bucket over all ranks, in place; see `Communicator.all_reduce`."""
+        if self.why_not:
+            return self._exactly(tensor, on_done)
+        if tensor.layout is not torch.strided:
+            return self._by_rows(bucket.index(), tensor, on_done)
+        found = None
+        if self._step.number >= self.settings.start_step:
+            found = self._bucket(bucket, tensor)
+        if found is None:
+            return self._exactly(tensor, on_done)
+        work = partial(self._work, found, tensor, self._goes_both_ways(bucket.index()))
+        return self.communicator.run(tensor, work, found.fingerprint ^ self.next_step, on_done)
+
+    def _exactly(self, tensor: torch.Tensor, on_done: Done) -> Future:
+        def done() -> None:
+            # A loss scaler that sees it here skips the step of all parameters.
+            if self.streams:
+                self._watch(tensor)
+            if on_done is not None:
+                on_done()
+
+        return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, done)
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        values = tensor.detach()
+        values = values.coalesce().values() if values.is_sparse else values
+        self._step.spoiled |= not math.isfinite(values.sum())
+
+    def _by_rows(self, index: int, tensor: torch.Tensor, on_done: Done) -> Future:
+        if tensor.sparse_dim() != 1 or not tensor.is_floating_point() or not tensor.is_cpu:
+            self._say("sparse gradients without whole rows of floats on CPU take the plain path")
+            return self._exactly(tensor, on_done)
+        self._say("sparse gradients are exact, their rows being exchanged, whatever the codec")
+        mark = fingerprint(f"rows {index} {tuple(tensor.shape)} {tensor.dtype}")
+        work = partial(self._work_by_rows, tensor)
+        return self.communicator.run(tensor, work, mark ^ self.next_step, on_done)
+
+    def _work_by_rows(self, tensor: torch.Tensor, node: NodeGroup, rail: RailGroup) -> None:
+        total = reduce_rows(tensor, rail, node).total
+        total = (total if total.is_sparse else total.to_sparse(1)).coalesce()
+        values = total.values() / self.communicator.world_size
+        tensor.copy_(
+            torch.sparse_coo_tensor(
+                total.indices(), values, tensor.shape, is_coalesced=True, check_invariants=False
+            )
+        )
+        self._watch(tensor)
+
+    def _bucket(self, bucket: GradBucket, tensor: torch.Tensor) -> BucketState | None:
+        """Return what is known of a bucket; None where all of it is reduced exactly."""
+        parameters = bucket.parameters()
+        key = (tensor.dtype, tensor.device.type, *map(id, parameters))
+        before, found = self._buckets.get(bucket.index(), ((), None))
+        if before != key:
+            named = {self._names[id(parameter)]: parameter for parameter in parameters}
+            if tensor.is_cpu and tensor.dtype in _COMPRESSIBLE:
+                streams = {name: self._stream(self.choose(name)) for name in named}
+                found = arrange(bucket.index(), named, streams, tensor.dtype, self._place)
+            else:
+                self._say(f"{tensor.dtype} on {tensor.device.type} is not compressed")
+                found = None
+            self._buckets[bucket.index()] = key, found
+        return found
+
+    def _stream(self, codec: Codec) -> Stream | None:
+        if codec == NONE:
+            return None
+        stream = self.streams.get(codec)
+        if stream is None:
+            stream = self.streams[codec] = Stream(codec, ErrorFeedback(make(codec)))
+            self._warm_up(stream)
+            self._say(f"step {self._step.number}: {codec} between nodes from here on")
+        return None if stream.off else stream
+
+    def _work(
+        self,
+        bucket: BucketState,
+        tensor: torch.Tensor,
+        both_ways: bool,
+        node: NodeGroup,
+        rail: RailGroup,
+    ) -> None:
+        """Reduce a bucket, on the communication thread."""
+        before = rail.sent_nbytes
+        fresh, bucket.fresh = bucket.fresh, False
+        flat = tensor.view(-1)
+        for part in bucket.parts:
+            vector = part.take(flat)
+            shard = node.reduce_scatter(vector, part.bounds)
+            if part.stream is None:
+                mean = rail.all_reduce(shard).div_(self.communicator.world_size)
+                self._watch(mean)
+                node.all_gather_into(vector, part.bounds, mean.to(vector.dtype))
+            else:
+                if fresh:
+                    part.stream.feedback.reshard(part.shard, node, step=self._step.number)
+                self._compressed(part, part.stream, shard, vector, both_ways, node, rail)
+            part.put(flat, vector)
+        bucket.sent_nbytes = rail.sent_nbytes - before
+
+    def _compressed(
+        self,
+        part: Part,
+        stream: Stream,
+        shard: torch.Tensor,
+        vector: torch.Tensor,
+        both_ways: bool,
+        node: NodeGroup,
+        rail: RailGroup,
+    ) -> None:
+        """Reduce a shard by its codec and write the mean of the whole part to `vector`."""
+        feedback, layout = stream.feedback, part.shard
+        shard.mul_(1 / self._headroom)
+        reduced = feedback.reduce(shard, layout, rail, node, self._step.number, scale=self.scale)
+        finite = not feedback.poisoned(layout)
+        if both_ways and finite:
+            lost = feedback.lost(layout)
+            found = drifts.measure(shard, reduced.own, lost, reduced.total, rail, node)
+            self._step.drift[stream.asked] = found
+        divisor = self.communicator.world_size / self._headroom
+        gather = getattr(feedback.compressor, "gather", None)
+        if gather is None or not finite:
+            mean = reduced.total.div_(divisor).to(vector.dtype)
+            node.all_gather_into(vector, part.bounds, mean)
+            return
+        for local, total in enumerate(gather(reduced, layout, node)):
+            vector[part.bounds[local] : part.bounds[local + 1]] = total.div_(divisor)
+
+    def _goes_both_ways(self, index: int) -> bool:
+        """Tell whether the drift guard looks at this bucket in this step: they take turns."""
+        every = self.settings.guard_steps
+        if not every or self._step.number % every:
+            return False
+        coded = sorted(number for number, (_, found) in self._buckets.items() if found)
+        return coded[self._step.number // every % len(coded)] == index
+
+    def _heed(self, stream: Stream, found: drifts.Drift) -> None:
+        """Back off where a codec drifts, the second time for good; the same on all ranks."""
+        what = drifts.beyond(found, stream.codec)
+        if not what or stream.off:
+            return
+        softer = None if stream.backed_off else drifts.gentler(stream.codec)
+        text = f"step {self._step.number}: {stream.codec} drifts: {what}; all ranks "
+        if softer is None:
+            stream.off = True
+            stream.feedback.reset()
+            text += "stop to compress, and what was not sent is dropped"
+        else:
+            stream.backed_off = True
+            stream.feedback.compressor = make(softer)
+            text += f"go on with {softer}"
+        self._buckets.clear()
+        self._say(text, logging.WARNING)
+
+    def _warm_up(self, stream: Stream) -> None:
+        steps, codec = self.settings.warm_up_steps, stream.asked
+        if not steps or stream.backed_off or codec.name not in ("topk", "randomk"):
+            return
+        assert codec.argument is not None
+        done = (self._step.number - self.settings.start_step) / steps
+        density = drifts.warm_up_density(codec.argument, done)
+        stream.feedback.compressor.codec = Codec(codec.name, density)
+
+    def _ask(self, decide: Callable[[], Decision]) -> None:
+        self._decide = None
+        decision = decide()
+        codecs = {name: parse_codec(text) for name, text in decision.codecs.items()}
+        self.choose = lambda name: codecs.get(name, NONE)
+        self.reason = decision.reason
+        self._buckets.clear()
+        self._say(self.reason)
+        self.decided()
+
+    @property
+    def undecided(self) -> bool:
+        """Whether ``auto`` has yet to decide."""
+        return self._decide is not None and not self.why_not
+
+    def stream_of(self, codec: Codec) -> Stream | None:
+        """Return what reduces with a codec that was asked for; made if need be."""
+        return self._stream(codec)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        """Log a sentence once, on rank 0."""
+        if text and text not in self._said:
+            self._said.add(text)
+            if self.communicator.rank == 0:
+                logger.log(level, "%s", text)
+
+    def report(self) -> CompressionReport:
+        """Return what runs now."""
+        known = (bucket for _, (_, bucket) in sorted(self._buckets.items()))
+        return CompressionReport(self.reason, tuple(b.report() for b in known if b is not None))
