@@ -9,14 +9,12 @@ nodes, and what is outstanding stays the same.
 """
 
 import json
-import math
 
 import torch
 
 from topo_ar.compression.error_feedback import ErrorFeedback
-from topo_ar.compression.parts import as_bytes
 from topo_ar.compression.protocol import Group
-from topo_ar.compression.state import Run
+from topo_ar.compression.state import Run, union
 from topo_ar.errors import ConfigError
 
 SCHEMA = 1
@@ -78,7 +76,7 @@ def state_dict(feedback: ErrorFeedback, rail: Group, node: Group, *, exact: bool
         },
         **{
             _CODEC + name: value
-            for name, value in sorted(_union(feedback.compressor.state_dict(), node).items())
+            for name, value in sorted(union(feedback.compressor.state_dict(), node).items())
         },
     }
 
@@ -146,24 +144,6 @@ def load_state_dict(feedback: ErrorFeedback, state: State, rail: Group, node: Gr
         feedback.compressor.load_state_dict(
             {k.removeprefix(_CODEC): v for k, v in state.items() if k.startswith(_CODEC)}
         )
-
-
-def _union(state: State, node: Group) -> State:
-    """Return what any rank of the node has: a codec's state may be spread over it."""
-    header = json.dumps(
-        [(key, tuple(v.shape), str(v.dtype).removeprefix("torch.")) for key, v in state.items()]
-    )
-    empty = torch.empty(0, dtype=torch.uint8)
-    mine = torch.cat([empty, *(as_bytes(value.cpu().reshape(-1)) for value in state.values())])
-    union: State = {}
-    for text, body in zip(node.all_gather(_text(header)), node.all_gather(mine), strict=True):
-        at = 0
-        for key, shape, kind in json.loads(bytes(text.tolist())):
-            dtype = getattr(torch, kind)
-            nbytes = math.prod(shape) * dtype.itemsize
-            union[key] = body[at : at + nbytes].clone().view(dtype).view(shape)
-            at += nbytes
-    return union
 
 
 def _text(text: str) -> torch.Tensor:

@@ -65,6 +65,7 @@ class ErrorFeedback:
         self._pending: dict[Layout, _Pending] = {}
         self._spare: dict[Layout, torch.Tensor] = {}
         self._discarded = False
+        self._shared_for: int | None = None
 
     def reduce(
         self,
@@ -182,13 +183,16 @@ class ErrorFeedback:
         device: torch.device | str = "cpu",
         step: int | None = None,
     ) -> None:
-        """Fetch the residuals of a bucket that is new; see `ResidualStore.reshard`.
+        """Fetch the residuals of a bucket that is new, and the codec's state, inside the node.
 
         With the number of the step that it is for, buckets of the same step may have been reduced
-        already; they are not settled before all are.
+        already; they are not settled before all are. See `ResidualStore.reshard`.
         """
         if step is None or step != self.next_step - 1:
             self.settle()
+        if step is None or step != self._shared_for:
+            self.compressor.share(node)
+            self._shared_for = step
         self._spare.clear()
         self.store.reshard(layout, node, device)
 

@@ -38,6 +38,7 @@ from topo_ar.compression.matrices import Arrangement, Matrix, arrange, exchange_
 from topo_ar.compression.orthogonal import orthogonalize, orthogonalize_blocks
 from topo_ar.compression.parts import all_reduce_nbytes, alone
 from topo_ar.compression.protocol import Group, Layout, Reduced
+from topo_ar.compression.state import union
 from topo_ar.errors import ConfigError
 from topo_ar.planning.codecs import Codec
 
@@ -168,6 +169,10 @@ class PowerSGD:
         outdated = {key.rpartition("/")[0] for key in kept if "/p/" in key}
         self._state = {k: v for k, v in self._state.items() if k.rpartition("/")[0] not in outdated}
         self._state.update(kept)
+
+    def share(self, node: Group) -> None:
+        """Let each rank of the node know the factors in use: another may hold the rows next."""
+        self._state = union(self.state_dict(), node)
 
     def state_dict(self) -> Factors:
         """Return what this rank uses: Q (r x b) as ``NAME/q``; alternating also ``NAME/p/BEGIN``.

@@ -103,6 +103,9 @@ class TorchPowerSGD:
         """Keep the error memory and Q of the last `reduce` of this layout's bucket."""
         self._state.update(self._pending.pop(layout.bucket, {}))
 
+    def share(self, node: Group) -> None:
+        """Do nothing: the node has one rank."""
+
     def state_dict(self) -> _State:
         """Return, by number of the bucket, Q of all its matrices and this rank's own error memory.
 

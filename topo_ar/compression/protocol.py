@@ -128,6 +128,10 @@ class Compressor(Protocol):
         """Keep the state that the last `reduce` of this layout's bucket made."""
         ...
 
+    def share(self, node: Group) -> None:
+        """Let each rank of the node know the state of all: its shards are about to change."""
+        ...
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the state by name, tensors only; the same on all nodes, by piece of parameter."""
         ...

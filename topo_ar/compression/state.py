@@ -1,11 +1,13 @@
 """Residuals of error feedback, kept by parameter and interval, whatever the buckets are."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from topo_ar.compression.parts import as_bytes
 from topo_ar.compression.protocol import Group, Layout, Piece
 
 
@@ -172,6 +174,26 @@ class ResidualStore:
         if left:
             self._loose[piece.name] = left
         return taken
+
+
+def union(state: dict[str, torch.Tensor], node: Group) -> dict[str, torch.Tensor]:
+    """Return what any rank of the node has by name: a codec's state may be spread over it."""
+    header = json.dumps(
+        [(key, tuple(v.shape), str(v.dtype).removeprefix("torch.")) for key, v in state.items()]
+    )
+    device = next((value.device for value in state.values()), torch.device("cpu"))
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    mine = torch.cat([empty, *(as_bytes(value.reshape(-1)) for value in state.values())])
+    found = {}
+    texts, bodies = node.all_gather(_text(header, device)), node.all_gather(mine)
+    for text, body in zip(texts, bodies, strict=True):
+        at = 0
+        for key, shape, kind in json.loads(_read(text)):
+            dtype = getattr(torch, kind)
+            nbytes = math.prod(shape) * dtype.itemsize
+            found[key] = body[at : at + nbytes].clone().view(dtype).view(shape)
+            at += nbytes
+    return found
 
 
 def _overlap(one: Piece, other: Piece) -> bool:

@@ -2,7 +2,7 @@
 
 import torch
 
-from topo_ar.compression.protocol import Layout
+from topo_ar.compression.protocol import Group, Layout
 from topo_ar.planning.codecs import Codec
 
 
@@ -13,6 +13,9 @@ class Stateless:
         self.codec = codec
 
     def commit(self, layout: Layout) -> None:
+        """Do nothing: there is no state."""
+
+    def share(self, node: Group) -> None:
         """Do nothing: there is no state."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -143,7 +143,7 @@ class Communicator:
                 "reproducible": str(reproducible),
                 "debug": str(self._debug),
             }
-            require_equal(job.channel, options)
+            require_equal(job.channel.all_gather, options)
             self.topology = topology or discover_job(job.channel, job.nodes)
             if measure:
                 self.topology = measure_levels(

@@ -1,16 +1,22 @@
-"""Options of a communicator that have to be the same on all ranks."""
+"""Options that have to be the same on all ranks."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from topo_ar.errors import ConfigError
-from topo_ar.execution.gather import Channel
 
 
-def require_equal(channel: Channel, options: Mapping[str, str]) -> None:
+def require_equal(all_gather: Callable[[bytes], list[bytes]], options: Mapping[str, str]) -> None:
     """Refuse options that differ between ranks, on all of them. Collective.
+
+    Parameters
+    ----------
+    all_gather : callable
+        Returns the bytes of every rank, in rank order.
+    options : dict of str to str
+        Name and value of each.
 
     Raises
     ------
@@ -19,7 +25,7 @@ def require_equal(channel: Channel, options: Mapping[str, str]) -> None:
     """
     gathered = [
         msgspec.json.decode(data, type=dict[str, str])
-        for data in channel.all_gather(msgspec.json.encode(options))
+        for data in all_gather(msgspec.json.encode(options))
     ]
     for name in options:
         values = [theirs[name] for theirs in gathered]

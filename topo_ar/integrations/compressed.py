@@ -146,6 +146,12 @@ class CompressedReduction:
         if bucket.index() or self.why_not:
             return
         self.settle()
+        if self.communicator.groups_reason:
+            self.why_not = self.communicator.groups_reason
+            self.reason = f"compression ends, and what was not sent is dropped: {self.why_not}"
+            self._buckets.clear()
+            self._say(self.reason, logging.WARNING)
+            return
         for codec, found in self._step.drift.items():
             self._heed(self.streams[codec], found)
         self._step = _Step(self._step.number + 1, float(self.loss_scale()))
@@ -167,6 +173,7 @@ class CompressedReduction:
 
     def go_on(self, next_step: int) -> None:
         """Go on at another step, with buckets that fetch their residuals anew."""
+        self.settle()
         self._step = _Step(next_step - 1)
         self._buckets.clear()
 
@@ -197,7 +204,9 @@ class CompressedReduction:
     def _watch(self, tensor: torch.Tensor) -> None:
         values = tensor.detach()
         values = values.coalesce().values() if values.is_sparse else values
-        self._step.spoiled |= not math.isfinite(values.sum())
+        if values.is_floating_point():
+            wide = torch.promote_types(values.dtype, torch.float32)
+            self._step.spoiled |= not math.isfinite(values.sum(dtype=wide))
 
     def _by_rows(self, index: int, tensor: torch.Tensor, on_done: Done) -> Future:
         if tensor.sparse_dim() != 1 or not tensor.is_floating_point() or not tensor.is_cpu:
@@ -262,8 +271,8 @@ class CompressedReduction:
             shard = node.reduce_scatter(vector, part.bounds)
             if part.stream is None:
                 mean = rail.all_reduce(shard).div_(self.communicator.world_size)
-                self._watch(mean)
                 node.all_gather_into(vector, part.bounds, mean.to(vector.dtype))
+                self._watch(vector)  # all of it, which is the same on all ranks
             else:
                 if fresh:
                     part.stream.feedback.reshard(part.shard, node, step=self._step.number)
@@ -302,10 +311,10 @@ class CompressedReduction:
     def _goes_both_ways(self, index: int) -> bool:
         """Tell whether the drift guard looks at this bucket in this step: they take turns."""
         every = self.settings.guard_steps
-        if not every or self._step.number % every:
+        if not every or self.next_step % every:
             return False
         coded = sorted(number for number, (_, found) in self._buckets.items() if found)
-        return coded[self._step.number // every % len(coded)] == index
+        return coded[self.next_step // every % len(coded)] == index
 
     def _heed(self, stream: Stream, found: drifts.Drift) -> None:
         """Back off where a codec drifts, the second time for good; the same on all ranks."""

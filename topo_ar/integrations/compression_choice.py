@@ -59,6 +59,10 @@ class CompressionSettings:
         for codec in self.codecs:
             parse_codec(codec)
 
+    def facts(self) -> dict[str, str]:
+        """Return name and value of each option, for comparing."""
+        return {name: str(getattr(self, name)) for name in self.__slots__}
+
     @property
     def codecs(self) -> tuple[str, ...]:
         """The codecs that are asked for by name."""

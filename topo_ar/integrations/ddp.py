@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topo_ar.errors import ConfigError, ExecutionError, TopoError
 from topo_ar.execution.communicator import DEFAULT_TIMEOUT_S, Communicator
+from topo_ar.execution.options import require_equal
 from topo_ar.execution.torch_private import (
     GradBucket,
     bucket_cap_mib,
@@ -304,7 +305,11 @@ def attach(
         timeout_s=timeout_s,
         reproducible=reproducible,
     )
-    return _attached(ddp, communicator, plan, settings)
+    try:
+        return _attached(ddp, communicator, plan, settings)
+    except BaseException:
+        communicator.close()
+        raise
 
 
 def _check(ddp: object) -> None:
@@ -333,6 +338,7 @@ def _attached(
     plan: str | Plan,
     settings: CompressionSettings,
 ) -> Handle:
+    require_equal(communicator.gather, settings.facts())
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     recorder = Recorder(names)
     hook = DDPHook(communicator, recorder)
