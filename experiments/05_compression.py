@@ -2,7 +2,8 @@
 
 Commands: python -m experiments.05_compression --accuracy --out results/
           python -m experiments.05_compression --kernels --out results/
-Minutes: accuracy 35 on two cores, fewer with --seeds or --quick; kernels 1.
+          python -m experiments.05_compression --ddp --out results/
+Minutes: accuracy 35 on two cores, fewer with --seeds or --quick; kernels 1; ddp 20.
 
 --accuracy trains MNIST-1D (generated) and the digits of scikit-learn (bundled) with SGD and Adam on
 8 simulated ranks, 2 nodes of 4, with every codec, with and without error feedback, 3 seeds each;
@@ -11,9 +12,15 @@ again. It needs the extra ``workloads``.
 
 --kernels times selection, quantisation and the finite check against torch's own operations on
 25 MiB and one thread, in turns; compression_kernels.jsonl has the raw samples.
+
+--ddp trains ResNet-18 on emulated hosts, 2 of 4 ranks with NICs of 0.1, 0.5 and 1 Gbit/s, by plain
+DDP, by every codec, by the planner's choice and by torch's own hooks, one step of each in turn;
+compression_ddp.jsonl has a row for each with its bytes. ``compute`` is a step without any
+communication. Rates that are there already are not measured again. It takes 14 GiB of memory.
 """
 
 import argparse
+import os
 import statistics
 import sys
 from collections import defaultdict
@@ -24,6 +31,7 @@ from typing import Any
 
 import torch
 
+from experiments import compression_ddp
 from experiments.compression_accuracy import Training, train, trainings
 from experiments.compression_kernels import measure
 from experiments.workloads.small import load
@@ -40,6 +48,11 @@ class Config:
 
     accuracy: bool = False
     kernels: bool = False
+    ddp: bool = False
+    optimizer: str = "sgd"
+    nics: tuple[str, ...] = ("100mbit", "500mbit", "1gbit")
+    nodes: int = 2
+    ranks: int = 4
     tasks: tuple[str, ...] = ("mnist1d", "digits")
     seeds: int = 3
     samples: int = 30
@@ -82,6 +95,23 @@ def run_accuracy(config: Config) -> None:
     print_table([r for r in read_records(path) if _training(r).key() in keys])
 
 
+def run_ddp(config: Config) -> None:
+    """Train on emulated hosts."""
+    settings = compression_ddp.Settings(optimizer=config.optimizer)
+    nics = config.nics
+    if config.quick:
+        nics = nics[-1:]
+        settings = compression_ddp.Settings(
+            optimizer=config.optimizer,
+            codecs=("int8", "topk:0.01", "powersgd:1"),
+            warm_up=6,
+            steps=2,
+            batch=1,
+            width=16,
+        )
+    compression_ddp.run(config.out, config.nodes, config.ranks, nics, settings, quick=config.quick)
+
+
 def print_table(records: Sequence[Record]) -> None:
     """Print mean and standard deviation of accuracies over seeds, and the bytes' ratio."""
     groups: defaultdict[tuple[str, str, str, bool], list[Record]] = defaultdict(list)
@@ -114,12 +144,20 @@ def _words(row: dict[str, Any]) -> str:
 
 def main() -> int:
     """Read the command line."""
+    if compression_ddp.SETTINGS_ENV in os.environ:
+        compression_ddp.run_rank()
+        return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     defaults = Config()
     parser.add_argument("--accuracy", action="store_true", help="train the table of accuracies")
     parser.add_argument("--kernels", action="store_true", help="time the kernels")
+    parser.add_argument("--ddp", action="store_true", help="time trainings on emulated hosts")
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default=defaults.optimizer)
+    parser.add_argument("--nics", nargs="+", default=list(defaults.nics), help="rates to emulate")
+    parser.add_argument("--nodes", type=int, default=defaults.nodes)
+    parser.add_argument("--ranks", type=int, default=defaults.ranks, help="ranks on each node")
     parser.add_argument(
         "--tasks", nargs="+", choices=("mnist1d", "digits"), default=list(defaults.tasks)
     )
@@ -128,15 +166,18 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only show that it runs")
     parser.add_argument("--out", type=Path, default=defaults.out)
     options = vars(parser.parse_args())
-    config = Config(**{**options, "tasks": tuple(options["tasks"])})
-    if not (config.accuracy or config.kernels):
-        parser.error("choose --accuracy, --kernels or both")
+    lists = {name: tuple(options[name]) for name in ("tasks", "nics")}
+    config = Config(**{**options, **lists})
+    if not (config.accuracy or config.kernels or config.ddp):
+        parser.error("choose --accuracy, --kernels or --ddp")
     torch.set_num_threads(1)
     try:
         if config.kernels:
             run_kernels(config)
         if config.accuracy:
             run_accuracy(config)
+        if config.ddp:
+            run_ddp(config)
     except TopoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,10 @@
 import pytest
 
+from experiments.compression_ddp import Settings, train
 from experiments.compression_kernels_powersgd import powersgd_step_seconds
 from experiments.compression_pitfalls import PITFALLS
+from experiments.workloads.resnet import resnet18
+from tests.compressed_training import on_hosts
 
 
 @pytest.mark.parametrize("pitfall", PITFALLS, ids=lambda p: p.__name__)
@@ -14,3 +17,26 @@ def test_both_sides_of_the_kernel_benchmark_run():
     for times in powersgd_step_seconds([(64, 64), (64,)], 2, 3):
         assert len(times) == 3
         assert all(seconds > 0 for seconds in times)
+
+
+def test_the_ddp_comparison_has_a_row_for_each_candidate(ranks):
+    for rows in ranks.run(_side_by_side, 2):
+        names = [row["candidate"] for row in rows]
+        assert names == ["compute", *TINY.candidates]
+        assert all(len(row["seconds"]) == TINY.steps for row in rows)
+        by_name = {row["candidate"]: row for row in rows}
+        assert by_name["int8"]["codecs"] == ["int8"]
+        assert 0.25 < by_name["int8"]["sent_nbytes"] / by_name["int8"]["dense_nbytes"] < 0.29
+        assert by_name["auto"]["reason"]
+
+
+TINY = Settings(codecs=("int8",), warm_up=6, steps=2, batch=1, size=8, width=8, timeout_s=20.0)
+
+
+def _side_by_side(rank, world_size):
+    on_hosts(rank, [0, 1])
+    return train(TINY)
+
+
+def test_resnet18_has_its_parameters():
+    assert round(sum(p.numel() for p in resnet18(10).parameters()), -5) == 11_200_000

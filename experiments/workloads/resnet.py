@@ -22,34 +22,48 @@ _GROUPS = 8
 
 
 class ResNet(nn.Module):
-    """A residual network of three stages for small colour images; 0.3 M parameters at width 32.
+    """A residual network for small colour images; 0.3 M parameters at width 32 in three stages.
 
     The CIFAR form of He et al., "Deep Residual Learning for Image Recognition" (2016), section 4.2,
-    with one block a stage, group normalisation and SiLU.
+    with group normalisation and SiLU.
 
     Parameters
     ----------
     width : int
-        Channels of the first stage, a multiple of 8; the others have two and four times as many.
+        Channels of the first stage, a multiple of 8; each other has twice as many as the last.
     num_classes : int
         Outputs.
+    depths : sequence of int
+        Blocks of each stage.
     """
 
-    def __init__(self, width: int = 32, num_classes: int = NUM_CLASSES) -> None:
+    def __init__(
+        self, width: int = 32, num_classes: int = NUM_CLASSES, depths: Sequence[int] = (1, 1, 1)
+    ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 3, padding=1, bias=False), nn.GroupNorm(_GROUPS, width), nn.SiLU()
         )
-        self.stages = nn.Sequential(
-            _Block(width, width, 1), _Block(width, 2 * width, 2), _Block(2 * width, 4 * width, 2)
-        )
-        self.head = nn.Linear(4 * width, num_classes)
+        blocks = []
+        num_inputs = width
+        for stage, depth in enumerate(depths):
+            for block in range(depth):
+                stride = 2 if stage and not block else 1
+                blocks.append(_Block(num_inputs, width << stage, stride))
+                num_inputs = width << stage
+        self.stages = nn.Sequential(*blocks)
+        self.head = nn.Linear(num_inputs, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the logits of `images`, which are (batch, 3, height, width)."""
         features: torch.Tensor = self.stages(self.stem(images))
         logits: torch.Tensor = self.head(features.mean(dim=(2, 3)))
         return logits
+
+
+def resnet18(num_classes: int = NUM_CLASSES, width: int = 64) -> ResNet:
+    """Return a ResNet-18; 11.2 M parameters at its own width."""
+    return ResNet(width, num_classes, (2, 2, 2, 2))
 
 
 class _Block(nn.Module):
