@@ -1,0 +1,101 @@
+"""The communication hook of DDP: it never raises into torch's reducer.
+
+No ``from __future__ import annotations`` here: torch compares the hook's annotations as objects.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from topo_ar.errors import ConfigError, ExecutionError
+from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.compressed import CompressedReduction
+from topo_ar.integrations.trace import Recorder
+
+logger = logging.getLogger("topo_ar")
+
+# Steps after which the log says what another bucket cap would gain.
+_ADVICE_AFTER_STEPS = 20
+
+EACH_PARAMETER = (
+    "torch._dynamo.config.optimize_ddp='python_reducer' hands hooks single gradients, not buckets; "
+    "build the DistributedDataParallel under another setting, such as True"
+)
+
+
+class DDPHook:
+    """The communication hook; register it by hand with ``ddp.register_comm_hook(None, hook.hook)``.
+
+    Saving a DDP pickles its hooks, so a hook pickles without its communicator. Torch does not
+    register the hooks of a loaded DDP again; call `attach` on it.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Over the ranks of the DDP's process group.
+    recorder : Recorder, optional
+        Keeps the bucket trace.
+
+    Attributes
+    ----------
+    compression : CompressedReduction or None
+        What reduces the buckets in place of the communicator.
+    advise : callable or None
+        Called once, before the first bucket after 20 steps.
+    error : BaseException or None
+        Why the hook failed.
+    """
+
+    def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
+        self.communicator: Communicator | None = communicator
+        self.recorder = recorder
+        self.compression: CompressedReduction | None = None
+        self.advise: Callable[[], None] | None = None
+        self.error: BaseException | None = None
+
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average the bucket's gradients over all ranks.
+
+        Never raises into torch's reducer and never returns None: an error is kept in `error` and
+        fails the future, so that the reducer finishes its step and reports the text.
+        """
+        if isinstance(bucket, tuple):  # no reducer that would wait, and nobody reads the future
+            raise ConfigError(EACH_PARAMETER)
+        try:
+            if self.communicator is None:
+                raise ExecutionError(
+                    "this hook was loaded from a file and has no communicator; call "
+                    "topo_ar.attach on a new DistributedDataParallel"
+                )
+            tensor = bucket.buffer()
+            on_done = None
+            if self.compression is not None:
+                self.compression.begin(bucket)
+            if self.recorder is not None:
+                if self.advise is not None and bucket.index() == 0:
+                    self._advise_once(self.advise, self.recorder.num_steps)
+                on_done = partial(self.recorder.done, self.recorder.called(bucket, tensor))
+            if self.compression is not None:
+                return self.compression.reduce(bucket, tensor, on_done)
+            return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done)
+        except BaseException as error:
+            self.error = error
+            logger.exception("the hook failed")
+            failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            failed.set_exception(error)  # type: ignore[arg-type]
+            return failed
+
+    def _advise_once(self, advise: Callable[[], None], num_steps: int) -> None:
+        """Give advice before the first bucket of a step, when all steps in the trace are whole."""
+        if num_steps >= _ADVICE_AFTER_STEPS:
+            self.advise = None
+            advise()
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("communicator", "recorder", "compression", "advise", "error")
+        return dict.fromkeys(names)
