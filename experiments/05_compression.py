@@ -16,7 +16,7 @@ again. It needs the extra ``workloads``.
 --ddp trains ResNet-18 on emulated hosts, 2 of 4 ranks with NICs of 0.1, 0.5 and 1 Gbit/s, by plain
 DDP, by every codec, by the planner's choice and by torch's own hooks, one step of each in turn;
 compression_ddp.jsonl has a row for each with its bytes. ``compute`` is a step without any
-communication. Rates that are there already are not measured again. It takes 14 GiB of memory.
+communication. Rates that are there already are not measured again.
 """
 
 import argparse

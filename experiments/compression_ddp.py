@@ -6,8 +6,10 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,14 +27,16 @@ from topo_ar.emulation.loopback import open_cluster
 from topo_ar.emulation.spec import ClusterSpec
 from topo_ar.errors import ExecutionError
 from topo_ar.execution.communicator import Communicator
-from topo_ar.integrations.ddp import Handle, attach
+from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.compression_choice import CompressionSettings
+from topo_ar.integrations.ddp import Handle, make_handle
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, RecordWriter, manifest, read_records
-from topo_ar.topology.model import Topology
 from topo_ar.units import format_seconds, format_size
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS_ENV = "COMPRESSION_DDP_SETTINGS"
+Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]
 PLAIN, COMPUTE, AUTO = "plain DDP", "compute", "auto"
 TORCH_FP16, TORCH_POWERSGD = "torch fp16", "torch PowerSGD"
 _MARK = "@compression-ddp "
@@ -58,16 +62,32 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """The names of what is compared."""
         return (PLAIN, "none", *self.codecs, AUTO, TORCH_FP16, TORCH_POWERSGD)
 
+    def compression(self, name: str) -> CompressionSettings:
+        """Return what a candidate asks for."""
+        return CompressionSettings(
+            compression=name,
+            policy=self.policy,
+            optimizer=self.optimizer,
+            start_step=0,
+            guard_steps=0,
+        )
+
 
 @dataclass(slots=True)
-class Candidate:
-    """A model in training; `handle` is that of `topo_ar.attach`, None for torch's own ways."""
+class Trainee:
+    """A model in training and what takes its gradients, which its candidates change from step on.
 
-    name: str
+    Candidates share the model, its buckets and its optimizer, for a model each would be 15 GiB.
+    """
+
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    handle: Handle | None = None
-    seconds: list[float] = field(default_factory=list)
+    hook: Hook | None = None
+
+    def take(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Let the candidate whose turn it is average a bucket; the hook of the model."""
+        assert self.hook is not None
+        return self.hook(bucket)
 
     def step(self, batch: ImageSet, *, silent: bool = False) -> float:
         """Train one step and return its seconds; all ranks begin together. Collective."""
@@ -79,6 +99,22 @@ class Candidate:
             torch.autograd.backward(loss)
         self.optimizer.step()
         return time.perf_counter() - begin
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One of those that are compared; `handle` is that of topo_ar, None for torch's own ways."""
+
+    name: str
+    trainee: Trainee
+    hook: Hook | None = None
+    handle: Handle | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self, batch: ImageSet) -> None:
+        """Train one step. Collective."""
+        self.trainee.hook = self.hook
+        self.seconds.append(self.trainee.step(batch))
 
 
 def run_rank() -> None:
@@ -100,19 +136,15 @@ def train(settings: Settings) -> list[Record]:
     module = resnet18(width=settings.width)
     num_steps = settings.warm_up + settings.steps
     images = gratings(settings.batch * num_steps, dist.get_rank(), settings.size)
-    with Communicator(measure=True, timeout_s=settings.timeout_s) as communicator:
-        topology = communicator.topology
     with ExitStack() as stack:
-        candidates = [
-            _candidate(name, module, settings, topology, stack) for name in settings.candidates
-        ]
+        candidates = _candidates(module, settings, stack)
         compute: list[float] = []
         turns = list(candidates)
         for step in range(num_steps):
             batch = images.take(range(step * settings.batch, (step + 1) * settings.batch))
-            compute.append(candidates[0].step(batch, silent=True))
+            compute.append(candidates[0].trainee.step(batch, silent=True))
             for candidate in turns:
-                candidate.seconds.append(candidate.step(batch))
+                candidate.step(batch)
             turns.append(turns.pop(0))  # going first is no candidate's privilege
         seconds = torch.tensor([compute, *(c.seconds for c in candidates)], dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -126,39 +158,44 @@ def train(settings: Settings) -> list[Record]:
         ]
 
 
-def _candidate(
-    name: str, module: nn.Module, settings: Settings, topology: Topology, stack: ExitStack
-) -> Candidate:
+def _candidates(module: nn.Module, settings: Settings, stack: ExitStack) -> list[Candidate]:
+    """Return all candidates in the order of their names. Collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    plain, shared = _trainee(module, settings), _trainee(module, settings)
     # Torch's PowerSGD hook hangs on gloo with more than one bucket.
-    cap = _ONE_BUCKET_MIB if name == TORCH_POWERSGD else None
+    single = _trainee(module, settings, _ONE_BUCKET_MIB)
+    state = powerSGD_hook.PowerSGDState(world, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    single.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    shared.model.register_comm_hook(None, shared.take)
+    found = []
+    topology = None
+    for name in settings.candidates:
+        if name in (PLAIN, TORCH_POWERSGD):
+            found.append(Candidate(name, plain if name == PLAIN else single))
+        elif name == TORCH_FP16:
+            half = partial(default_hooks.fp16_compress_hook, world)
+            found.append(Candidate(name, shared, half))
+        else:
+            communicator = stack.enter_context(
+                Communicator(
+                    topology=topology, measure=topology is None, timeout_s=settings.timeout_s
+                )
+            )
+            topology = communicator.topology
+            handle = make_handle(shared.model, communicator, "auto", settings.compression(name))
+            found.append(Candidate(name, shared, partial(handle.hook.hook, None), handle))
+    return found
+
+
+def _trainee(module: nn.Module, settings: Settings, cap_mib: int | None = None) -> Trainee:
     model = DistributedDataParallel(
-        copy.deepcopy(module), bucket_cap_mb=cap, gradient_as_bucket_view=True
+        copy.deepcopy(module), bucket_cap_mb=cap_mib, gradient_as_bucket_view=True
     )
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     if settings.optimizer == "adam":
         optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-    candidate = Candidate(name, model, optimizer)
-    if name == TORCH_FP16:
-        model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
-    elif name == TORCH_POWERSGD:
-        state = powerSGD_hook.PowerSGDState(
-            dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2
-        )
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name != PLAIN:
-        candidate.handle = stack.enter_context(
-            attach(
-                model,
-                topology=topology,
-                timeout_s=settings.timeout_s,
-                compression=name,
-                policy=settings.policy,
-                optimizer=optimizer,
-                start_step=0,
-                guard_steps=0,
-            )
-        )
-    return candidate
+    return Trainee(model, optimizer)
 
 
 def _facts(candidate: Candidate) -> Record:

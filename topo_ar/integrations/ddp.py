@@ -251,13 +251,27 @@ def _attached(
     plan: str | Plan,
     settings: CompressionSettings,
 ) -> Handle:
+    handle = _handles[ddp] = make_handle(ddp, communicator, plan, settings)
+    ddp.register_comm_hook(None, handle.hook.hook)
+    return handle
+
+
+def make_handle(
+    ddp: DistributedDataParallel,
+    communicator: Communicator,
+    plan: str | Plan,
+    settings: CompressionSettings,
+) -> Handle:
+    """Return a handle whose hook is still to be registered on `ddp`, or called by one that is.
+
+    Collective over the ranks of `communicator`.
+    """
     require_equal(communicator.gather, settings.facts())
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     recorder = Recorder(names)
     hook = DDPHook(communicator, recorder)
-    ddp.register_comm_hook(None, hook.hook)
     ddp.register_forward_hook(recorder.forward_done)
-    handle = _handles[ddp] = Handle(hook, communicator, recorder, ddp, plan)
+    handle = Handle(hook, communicator, recorder, ddp, plan)
     if settings.wanted:
         ask = partial(handle.advice, settings.policy, settings.optimizer, keep_cap=True)
         hook.compression = CompressedReduction(
