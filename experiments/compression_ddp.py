@@ -274,7 +274,7 @@ def run(
 ) -> None:
     """Train at each rate that is not in the records yet, and print the tables."""
     path = out / ("compression_ddp.quick.jsonl" if quick else "compression_ddp.jsonl")
-    wanted = msgspec.to_builtins(settings)
+    wanted = json.loads(msgspec.json.encode(settings))
     with RecordWriter(path) as writer:
         for nic in nics:
             records = [

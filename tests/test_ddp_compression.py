@@ -21,6 +21,7 @@ from tests.compressed_training import (
     train_step,
     weights,
 )
+from tests.ranks import tell
 from topo_ar.compression.error_feedback import ErrorFeedback
 from topo_ar.compression.parts import part_of
 from topo_ar.compression.protocol import Layout, Piece
@@ -284,6 +285,92 @@ def test_top_k_keeps_a_hundredth_wherever_else_ranks_are_set(ranks) -> None:
         assert kept[9900:].tolist() == [float(value) for value in range(9901, 10001)]
         assert gradients["q"].tolist() == [1.0] * 5
         assert residual == 49_009_950
+
+
+# --- how a step may go ---
+
+
+def _accumulates(rank, world_size):
+    """Passes that are not synchronised neither count nor reach the error memory."""
+    on_hosts(rank, TWO_BY_TWO)
+    found = []
+    for parts in (1, 3):
+        ddp = DistributedDataParallel(Given(SHAPES))
+        with attached(ddp, "randomk:0.1", start_step=0) as handle:
+            for step in range(3):
+                ddp.zero_grad()
+                factors = {name: 6 * f.sign() for name, f in _factors(rank, step).items()}
+                part = {name: f / parts for name, f in factors.items()}
+                for _ in range(parts - 1):
+                    with ddp.no_sync():
+                        ddp(part).backward()
+                ddp(part).backward()
+            found.append((ddp.module.gradients(), handle.hook.compression.next_step))
+    (one, steps), (other, same) = found
+    return steps == same == 3 and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_accumulated_gradients_are_one_step(ranks) -> None:
+    assert ranks.run(_accumulates, 4) == [True] * 4
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 48), nn.Linear(64, 48)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.left(x) if left else self.right(x)
+
+
+def _unused(rank, world_size, codec):
+    on_hosts(rank, TWO_BY_TWO)
+    ddp = DistributedDataParallel(_Branches(), find_unused_parameters=True)
+    with attached(ddp, codec, start_step=0) as handle:
+        for step, left in enumerate([True, False, False]):
+            ddp.zero_grad()
+            ddp(batch(rank, step).repeat(1, 2), left).square().sum().backward()
+            kept = handle.state_dict()["residual/left.weight"]
+            if step == 0:
+                first = kept
+            else:
+                assert ddp.module.left.weight.grad is None
+        return bool(first.any()) and torch.equal(kept, first)
+
+
+@pytest.mark.parametrize("codec", ["int4", "topk:0.05", "powersgd:2"])
+def test_a_parameter_that_nobody_uses_keeps_what_it_has_not_sent(ranks, codec) -> None:
+    assert ranks.run(_unused, 4, codec) == [True] * 4
+
+
+def _until_killed(rank, world_size, codec):
+    on_hosts(rank, TWO_BY_TWO)
+    ddp = DistributedDataParallel(Given({"a": (600, 500)}))
+    factors = {"a": torch.ones(600, 500)}
+    with attached(ddp, codec, start_step=0, timeout_s=30.0) as handle:
+        try:
+            for step in range(10_000):
+                ddp(factors).backward()
+                if step == 3:
+                    tell("running")
+        except RuntimeError as error:
+            return str(error), handle.error.ranks
+    return "no error", ()
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd:2"])
+def test_survivors_of_a_killed_rank_name_it(ranks, codec) -> None:
+    def on_message(run, rank, message) -> None:
+        if rank == 2:
+            run.kill(2)
+
+    outcomes = ranks.fresh(_until_killed, 4, codec, deadline_s=15.0, on_message=on_message)
+    for outcome in outcomes:
+        if outcome.rank != 2:
+            assert outcome.exitcode == 0, outcome.error
+            text, culprits = outcome.result
+            assert "rank 2" in text
+            assert culprits == (2,)
 
 
 # --- what is asked for ---

@@ -114,6 +114,10 @@ class Handle:
     def set_loss_scale(self, scale: Any) -> None:
         """Say what the loss is multiplied by, for what was not sent to stay right when it changes.
 
+        A hook cannot see that. Without it a scale that changes makes what is outstanding from the
+        step before too large or too small by as much, once; steps that overflow are skipped as
+        they should be in either case.
+
         Parameters
         ----------
         scale : GradScaler, callable or float
