@@ -138,7 +138,7 @@ class Cluster:
         """Start a command in a host and return its `subprocess.Popen`.
 
         Streams, environment and exit code are the command's own; the code is 128 + n for death by
-        signal n, as in a shell. The command leads a session and a process group of its own: signal
+        signal n, as in a shell. The command leads a process group of its own: signal
         the group, ``os.killpg(process.pid, SIGTERM)``. Stop it by `freeze` or from inside: a group
         that is stopped outlives this process if that is killed. `options` go to `subprocess.Popen`.
         """
@@ -153,7 +153,9 @@ class Cluster:
             *argv,
         ]
         environment = dict(os.environ if env is None else env)
-        job = subprocess.Popen(command, env=environment, start_new_session=True, **options)
+        # Not a session of its own: Linux groups tasks by session for scheduling, and a rank that
+        # yields its core would then yield to none of the others.
+        job = subprocess.Popen(command, env=environment, process_group=0, **options)
         # Without asking them: who polls reaps, and the caller may be about to open a pidfd.
         self._jobs = [old for old in self._jobs if old.returncode is None]
         self._jobs.append(job)

@@ -66,7 +66,7 @@ class LoopbackCluster:
         leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         environment = dict(os.environ if env is None else env)
         job = subprocess.Popen(
-            [*leash, *argv], env=environment, cwd=cwd, start_new_session=True, **options
+            [*leash, *argv], env=environment, cwd=cwd, process_group=0, **options
         )
         self._jobs.append(job)
         return job

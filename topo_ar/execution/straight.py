@@ -21,14 +21,21 @@ from topo_ar.execution.futex import Sleep
 from topo_ar.execution.kernels import Array, Kernel
 from topo_ar.execution.pipeline import SUM_SLOTS, Pipeline
 from topo_ar.execution.program import ChunkProgram
-from topo_ar.execution.transports.segment import FUTEX, RESULT_SLOTS, STAGING_SLOTS, Counter
+from topo_ar.execution.transports.segment import (
+    FINGERPRINT_SLOTS,
+    FUTEX,
+    RESULT_SLOTS,
+    STAGING_SLOTS,
+    Counter,
+)
 from topo_ar.execution.transports.tcp import Flow, Kind, frame_header
 
 _YIELDS = 20
 # The lanes look for dead ranks; until they take over nobody does.
 _NAP_S = 0.02
 _PUBLISHED, _COPIED_IN, _REDUCED = Counter.PUBLISHED, Counter.COPIED_IN, Counter.REDUCED
-_ASLEEP = Counter.ASLEEP
+_COPIED_OUT, _ASLEEP, _FINGERPRINTS = Counter.COPIED_OUT, Counter.ASLEEP, Counter.FINGERPRINTS
+_memmove, _yield = ctypes.memmove, os.sched_yield
 
 
 def is_straight(program: Sequence[ChunkProgram]) -> bool:
@@ -120,6 +127,7 @@ class Straight:
         self._mine = node.owned.segment.words
         self._local_rank = node.local_rank
         self._nap = Sleep(_NAP_S)
+        self._free = 0  # the slots of chunks before this one are free
         self._asleep_at = node.owned.segment.asleep_at
 
     def run(self, line: Line, number: int, pointer: int) -> Collective | None:
@@ -141,56 +149,61 @@ class Straight:
         """
         pipeline = self._pipeline
         index = pipeline.end
-        least = self._node.least
-        if (
-            pipeline.spans is not None
-            or index >= least(_REDUCED) + STAGING_SLOTS
-            or index >= least(Counter.COPIED_OUT) + RESULT_SLOTS
-        ):
+        if (index >= self._free and not self._frees(index)) or pipeline.spans is not None:
             collective = _collective(line, number, pointer)
             pipeline.enqueue(collective)
             return collective
         if line.growths != pipeline.growths:
             line.look(pipeline)
-        self._node.write_fingerprint(number, line.fingerprint)
-        mine = self._mine
-        after = index + 1
-        ctypes.memmove(line.staging[index % STAGING_SLOTS], pointer, line.nbytes)
+        mine, after = self._mine, index + 1
+        mine[_FINGERPRINTS + number % FINGERPRINT_SLOTS] = line.fingerprint
+        _memmove(line.staging[index % STAGING_SLOTS], pointer, line.nbytes)
         if line.owner == self._local_rank:
             mine[_COPIED_IN] = after
             left = self._own(line, index, number, pointer)
+            if left is not None:
+                return left
         else:
             # Published before, for the owner to be the last, who wakes the others.
             mine[_PUBLISHED] = mine[_REDUCED] = mine[_COPIED_IN] = after
-            self._rouse(after, _COPIED_IN, _REDUCED)
-            left = self._follow(line, index, number, pointer)
-        if left is None:
-            pipeline.skip()
-            mine[Counter.COPIED_OUT] = after
-            self._rouse(after, Counter.COPIED_OUT)
-        return left
+            for words in self._others:
+                if words[_ASLEEP]:
+                    self._rouse(after, _COPIED_IN, _REDUCED)
+                    break
+            owner = self._words[line.owner]
+            for _ in range(_YIELDS):
+                if owner[_PUBLISHED] > index:
+                    break
+                _yield()
+            else:
+                if not self._sleeps_until(_PUBLISHED, index, [owner]):
+                    collective = _collective(line, number, pointer)
+                    pipeline.adopt(collective, published=True)
+                    return collective
+            _memmove(pointer, line.result[index % RESULT_SLOTS], line.nbytes)
+        pipeline.skip()
+        mine[_COPIED_OUT] = after
+        for words in self._others:
+            if words[_ASLEEP] & 1 << _COPIED_OUT:
+                self._rouse(after, _COPIED_OUT)
+                break
+        return None
+
+    def _frees(self, index: int) -> bool:
+        """Tell whether the slots of chunk `index` are free, as the lanes would."""
+        least = self._node.least
+        self._free = min(least(_REDUCED) + STAGING_SLOTS, least(_COPIED_OUT) + RESULT_SLOTS)
+        return index < self._free
 
     def _rouse(self, after: int, *counters: int) -> None:
         """Wake those who sleep for one of `counters` that this rank has moved, as a lane would."""
-        for words in self._others:
-            if words[_ASLEEP]:
-                for counter in counters:
-                    self._node.advance(counter, after)
-                return
-
-    def _follow(self, line: Line, index: int, number: int, pointer: int) -> Collective | None:
-        owner = self._words[line.owner]
-        if owner[_PUBLISHED] <= index and not self._comes(_PUBLISHED, index, [owner]):
-            collective = _collective(line, number, pointer)
-            self._pipeline.adopt(collective, published=True)
-            return collective
-        ctypes.memmove(pointer, line.result[index % RESULT_SLOTS], line.nbytes)
-        return None
+        for counter in counters:
+            self._node.advance(counter, after)
 
     def _own(self, line: Line, index: int, number: int, pointer: int) -> Collective | None:
         pipeline, mine, kernel = self._pipeline, self._mine, line.kernel
         after = index + 1
-        if not self._comes(_COPIED_IN, index, self._words):
+        if not self._brought(index):
             collective = _collective(line, number, pointer)
             pipeline.adopt(collective)
             return collective
@@ -210,8 +223,11 @@ class Straight:
                 kernel.reduce_all(result, sources)
                 mine[_REDUCED] = after
         mine[_PUBLISHED] = after
-        self._rouse(after, _PUBLISHED, _REDUCED)
-        ctypes.memmove(pointer, line.result[index % RESULT_SLOTS], line.nbytes)
+        for words in self._others:
+            if words[_ASLEEP]:
+                self._rouse(after, _PUBLISHED, _REDUCED)
+                break
+        _memmove(pointer, line.result[index % RESULT_SLOTS], line.nbytes)
         return None
 
     def _exchange(self, line: Line, index: int, number: int, pointer: int) -> Collective | None:
@@ -247,12 +263,18 @@ class Straight:
             pipeline.arrived(flow, Kind.EXCHANGE, index)
         return collective
 
-    def _comes(self, counter: int, index: int, words: "Sequence[memoryview[int]]") -> bool:
-        """Wait until `counter` has passed `index` in all `words`, not for long."""
+    def _brought(self, index: int) -> bool:
+        """Wait until all co-located ranks have brought their input, not for long."""
         for _ in range(_YIELDS):
-            if _passed(counter, index, words):
+            for words in self._others:
+                if words[_COPIED_IN] <= index:
+                    break
+            else:
                 return True
-            os.sched_yield()
+            _yield()
+        return self._sleeps_until(_COPIED_IN, index, self._others)
+
+    def _sleeps_until(self, counter: int, index: int, words: "Sequence[memoryview[int]]") -> bool:
         mine, mask = self._mine, FUTEX | 1 << counter
         mine[_ASLEEP] = mask
         if not _passed(counter, index, words):
@@ -275,7 +297,7 @@ def _arrives(flow: Flow, header: bytes, target: memoryview) -> bool:
             return True
         if flow.unexpected:
             return False
-        os.sched_yield()
+        _yield()
     poll = select.poll()
     poll.register(flow.sock, select.POLLIN)
     while poll.poll(1e3 * _NAP_S):
