@@ -267,9 +267,10 @@ def test_equal_shares_and_families_can_be_asked_for_by_name() -> None:
     # One chunk more or less is all that tells them apart.
     assert equal.predicted_seconds == pytest.approx(rails.predicted_seconds, rel=0.05)
     assert lower(equal, 1_000_000, 4).steps[0] == lower(rails, 1_000_000, 4).steps[0]
-    for mode in ("equal", WEIGHTED.value, equal):
-        with pytest.raises(PlanError, match="hierarchical_weighted cannot run on cuda"):
-            _on(hosts, nodes, mode).plan_for(4_000_000, 4, "cuda")
+    for mode in (WEIGHTED.value, equal):
+        flat = _on(hosts, nodes, mode).plan_for(4_000_000, 4, "cuda")
+        assert flat.family is Family.FLAT_RING
+        assert "hierarchical_weighted: NCCL's stages give all ranks equal shares" in flat.reason
 
 
 def _bad_mode(rank: int, world_size: int) -> str:

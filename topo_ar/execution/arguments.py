@@ -33,7 +33,9 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def check(tensor: torch.Tensor, asked: "dist.ReduceOp.RedOpType") -> "dist.ReduceOp.RedOpType":
+def check(
+    tensor: torch.Tensor, asked: "dist.ReduceOp.RedOpType", *, through_nccl: bool = False
+) -> "dist.ReduceOp.RedOpType":
     """Refuse what would fail on the way and so end the communicator for all ranks.
 
     Returns
@@ -48,6 +50,13 @@ def check(tensor: torch.Tensor, asked: "dist.ReduceOp.RedOpType") -> "dist.Reduc
     """
     op: dist.ReduceOp.RedOpType = getattr(asked, "op", asked)
     layout, dtype = tensor.layout, tensor.dtype
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"all_reduce takes tensors on CPU and CUDA, not on {tensor.device}")
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "all_reduce cannot be captured in a CUDA graph: ranks agree on what they do each time; "
+            "call it between graphs, outside of torch.cuda.graph"
+        )
     if layout is torch.strided:
         if not tensor.is_contiguous():
             raise ValueError(
@@ -66,11 +75,14 @@ def check(tensor: torch.Tensor, asked: "dist.ReduceOp.RedOpType") -> "dist.Reduc
         )
     if op == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"AVG of {dtype} is not defined; use SUM and divide")
-    if tensor.device.type == "cpu":
-        if dtype not in _DTYPES:
-            raise ValueError(f"all_reduce does not take {dtype} on CPU; convert the tensor")
-        if op not in _SUMS:
-            _check_other_op(tensor, op)
+    if tensor.is_cuda and through_nccl:
+        if dtype.is_complex and op not in _SUMS:
+            raise _sums_only(str(dtype), op)
+        return op
+    if dtype not in _DTYPES:
+        raise ValueError(f"all_reduce does not take {dtype} on CPU; convert the tensor")
+    if op not in _SUMS:
+        _check_other_op(tensor, op)
     return op
 
 
@@ -78,8 +90,12 @@ def _check_other_op(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None
     dtype = tensor.dtype
     if tensor.is_sparse or dtype.is_complex:
         kind = "sparse tensors" if tensor.is_sparse else str(dtype)
-        raise ValueError(f"all_reduce of {kind} knows sums only, not {op}")
+        raise _sums_only(kind, op)
     if op in _OF_BITS and dtype.is_floating_point:
         raise ValueError(f"{op} of {dtype} is not defined; it takes integers and bool")
     if op == dist.ReduceOp.PREMUL_SUM:
         raise ValueError("all_reduce does not take PREMUL_SUM on CPU; scale the tensor and use SUM")
+
+
+def _sums_only(kind: str, op: "dist.ReduceOp.RedOpType") -> ValueError:
+    return ValueError(f"all_reduce of {kind} knows sums only, not {op}")

@@ -25,11 +25,14 @@ from topo_ar.execution.agreement import (
 )
 from topo_ar.execution.arguments import check, is_plain_memory
 from topo_ar.execution.discover import discover_job
+from topo_ar.execution.entrance import Entrance
 from topo_ar.execution.flight import Collective, Span
+from topo_ar.execution.host_copies import HostCopies
 from topo_ar.execution.job import Job
 from topo_ar.execution.kernels import CODES, Kernel
 from topo_ar.execution.loop import Loop
 from topo_ar.execution.measure import measure_levels
+from topo_ar.execution.nccl_path import NcclPath
 from topo_ar.execution.node_group import NodeGroup
 from topo_ar.execution.options import require_equal
 from topo_ar.execution.pipeline import Pipeline
@@ -40,7 +43,7 @@ from topo_ar.execution.rail_group import RailGroup
 from topo_ar.execution.reach import is_equal, rail_of
 from topo_ar.execution.straight import Line
 from topo_ar.execution.ticket import GroupWork, Pending, Ticket
-from topo_ar.execution.transports.stages import InlineStages, StageGroups
+from topo_ar.execution.torch_private import backend_of
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.topology.model import Topology, topology_hash
 
@@ -126,8 +129,11 @@ class Communicator:
         self._loop = Loop(pipeline, timeout_s, job.close, rail_of(job.nodes, self.rank))
         self._end = weakref.finalize(self, self._loop.abandon)
         self._end.atexit = False
-        self._stage_groups: StageGroups | None = None
-        self._stages: dict[torch.device, InlineStages] = {}
+        self._entrance = Entrance(self._loop)
+        self._host_copies: dict[torch.device, HostCopies] = {}
+        self._nccl: NcclPath | None = None
+        if backend_of(group, "cuda") == "nccl":
+            self._nccl = NcclPath(job.nodes, self.rank, job.channel.name, timeout_s)
         self._lock = threading.Lock()
         self._next_ticket = 0
         # By number of elements, dtype and operation: small tensors that need no more looking up.
@@ -141,6 +147,7 @@ class Communicator:
                 "topology": topology_hash(topology) if topology else "probed",
                 "measure": str(measure),
                 "reproducible": str(reproducible),
+                "CUDA tensors by": "NCCL" if self._nccl else "host memory",
                 "debug": str(self._debug),
             }
             require_equal(job.channel.all_gather, options)
@@ -166,14 +173,20 @@ class Communicator:
     def plan_for(self, nbytes: int, itemsize: int = 4, device: str = "cpu") -> Plan:
         """Return the plan for a tensor of `nbytes` bytes; the same on every rank.
 
-        `device` is the type of the tensor's device: CUDA tensors take NCCL's stages.
+        `device` is the type of the tensor's device: where the process group has NCCL, CUDA tensors
+        take its stages.
 
         Raises
         ------
         PlanError
             If no plan can be made.
         """
-        return self._plans.plan_for(nbytes, itemsize, device)
+        return self._plans.plan_for(nbytes, itemsize, device if self.uses_nccl else "cpu")
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether CUDA tensors are reduced by NCCL; else they are in host memory."""
+        return self._nccl is not None
 
     def all_reduce(
         self,
@@ -189,6 +202,10 @@ class Communicator:
         node and once between nodes. Integers wrap around, the sum of bools is their OR, and a NaN
         is kept by MIN and MAX. Sparse tensors and operations on bits go to gloo, in the same order;
         there calls that differ between ranks are noticed in debug mode only.
+
+        CUDA tensors are reduced after what the current stream has to do, and whoever waits for the
+        future makes its current stream wait. NCCL adds 16-bit types as they are, and its MIN and
+        MAX may lose a NaN; without NCCL in the process group they go through host memory.
 
         Callbacks of the future run on the thread that does the work: they may call `all_reduce`
         but not wait for it.
@@ -211,10 +228,11 @@ class Communicator:
             If `tensor` cannot be reduced by `op`, for instance because it is not contiguous;
             raised before anything is sent.
         """
-        op = check(tensor, op)
-        if self._reproducible and tensor.device.type != "cpu":
+        op = check(tensor, op, through_nccl=self.uses_nccl)
+        inline = self._nccl is not None and tensor.is_cuda
+        if self._reproducible and inline:
             raise ValueError(
-                f"reproducible=True fixes the order of summation on CPU, not on {tensor.device}; "
+                f"reproducible=True does not fix NCCL's order of summation on {tensor.device}; "
                 "move the tensor or make a communicator without it"
             )
         if self._debug:
@@ -223,12 +241,14 @@ class Communicator:
             ticket = Ticket(-1, tensor, Pending(self._loop.drives_here), _nothing, on_done)
             ticket.complete()
             return ticket.future
+        if inline:
+            return self._all_reduce_inline(tensor, op, on_done)
+        if tensor.is_cuda:
+            return self._all_reduce_on_host(tensor, op, on_done)
         prepared = self._prepared(tensor, op)
-        if tensor.device.type != "cpu":
-            return self._inline(tensor, op, prepared, on_done)
         with self._lock:
             ticket = self._ticket(tensor, op, prepared, on_done)
-            self._loop.submit(ticket)
+            self._entrance.submit(ticket)
         return ticket.future
 
     def all_reduce_sync(
@@ -262,7 +282,7 @@ class Communicator:
         prepared = self._prepared(tensor, op)
         with self._lock:
             ticket = self._ticket(tensor, op, prepared)
-            claimed = self._loop.claim(ticket)
+            claimed = self._entrance.claim(ticket)
         if claimed:
             self._loop.drive(ticket)
         return ticket.future.wait()
@@ -336,7 +356,7 @@ class Communicator:
             number = self._next_ticket
             self._next_ticket = number + 1
             ticket = Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done)
-            self._loop.submit(ticket)
+            self._entrance.submit(ticket)
         return ticket.future
 
     def _compare_call(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType", name: str) -> None:
@@ -344,14 +364,14 @@ class Communicator:
             return
         compared = self.require_equal(call_facts(tensor, op, name))
         # What does not go through the loop must not overtake; a callback cannot wait.
-        beside = tensor.device.type != "cpu" or tensor.numel() == 0
+        beside = (self.uses_nccl and tensor.is_cuda) or tensor.numel() == 0
         if beside and not self._loop.drives_here():
             compared.wait()
 
     def _run_line(self, line: Line, tensor: torch.Tensor) -> bool:
         """Reduce a small tensor without ticket and future; False where something is in flight."""
         with self._lock:
-            if not self._loop.claim_idle():
+            if not self._entrance.claim_idle():
                 return False
             number = self._next_ticket
             self._next_ticket = number + 1
@@ -381,26 +401,42 @@ class Communicator:
         self._next_ticket = number + 1
         return Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done)
 
-    def _inline(
+    def _all_reduce_inline(
         self,
         tensor: torch.Tensor,
         op: "dist.ReduceOp.RedOpType",
-        prepared: Prepared | None,
         on_done: Callable[[], None] | None,
     ) -> "torch.futures.Future[torch.Tensor]":
-        stages = self._stages.get(tensor.device)
-        if stages is None:
-            # The first CUDA tensor makes the groups; all ranks meet it in the same order.
-            if self._stage_groups is None:
-                nodes = [tuple(self._job.channel.ranks[r] for r in node) for node in self.nodes]
-                self._stage_groups = StageGroups(nodes, "nccl", self._timeout_s)
-            stages = self._stages[tensor.device] = InlineStages(self._stage_groups, tensor.device)
+        assert self._nccl is not None
+        prepared = self._prepared(tensor, op)
         chunk_nbytes = None
         if prepared is not None and prepared.plan.family is not Family.FLAT_RING:
             chunk_nbytes = prepared.plan.chunk_nbytes
-        future = stages.all_reduce(tensor, op, chunk_nbytes)
+        future = self._nccl.all_reduce(tensor, op, chunk_nbytes)
         if on_done is not None:
             on_done()
+        return future
+
+    def _all_reduce_on_host(
+        self,
+        tensor: torch.Tensor,
+        op: "dist.ReduceOp.RedOpType",
+        on_done: Callable[[], None] | None,
+    ) -> Pending:
+        copies = self._host_copies.get(tensor.device)
+        if copies is None:
+            copies = self._host_copies[tensor.device] = HostCopies(tensor.device)
+        devices = [tensor.device] if tensor.is_cuda else []
+        future = Pending(self._loop.drives_here, devices)
+        theirs = Ticket(-1, tensor, future, _nothing, on_done)
+        # What can fail on one rank alone comes before its ticket.
+        host = copies.empty_like(tensor)
+        prepared = self._prepared(host, op)
+        ready = copies.fetch(tensor, host)
+        with self._lock:
+            ticket = self._ticket(host, op, prepared)
+            ticket.future.add_done_callback(partial(copies.bring_back, theirs))
+            self._entrance.submit(ticket, ready)
         return future
 
     def _work(
@@ -446,7 +482,7 @@ class Communicator:
     @property
     def error(self) -> ExecutionError | None:
         """The failure that ended this communicator, or None."""
-        return self._loop.error
+        return self._loop.error or (self._nccl.error if self._nccl else None)
 
     @property
     def closed(self) -> bool:
@@ -481,15 +517,18 @@ class Communicator:
         _live.discard(self)
         self._end.detach()
         self._lines.clear()  # their views would keep the memory mapped
+        self._entrance.drain(timeout_s)
         self._loop.close(timeout_s)
-        if self._stage_groups is not None:
-            self._stage_groups.close()
+        if self._nccl is not None:
+            self._nccl.close()
 
     def _forget_after_fork(self) -> None:
         # A forked child (a data loader's worker) must not keep connections open after its parent.
         self._end.detach()
         self._lock = threading.Lock()
-        self._stage_groups = None
+        self._entrance = Entrance(self._loop)
+        if self._nccl is not None:
+            self._nccl.forget()
         self._loop.disown()
         for flow in self._job.flows.values():
             flow.close()

@@ -12,7 +12,7 @@ from topo_ar.errors import PlanError
 from topo_ar.execution.fixed_order import FixedOrder
 from topo_ar.execution.kernels import Kernel
 from topo_ar.execution.program import ChunkProgram, compile_program
-from topo_ar.execution.reach import Reach
+from topo_ar.execution.reach import Reach, is_equal
 from topo_ar.execution.straight import is_straight
 from topo_ar.planning.equal_shares import with_equal_shares
 from topo_ar.planning.lowering import lower
@@ -96,6 +96,7 @@ class Plans:
         self._nodes = nodes
         self._reach = Reach(nodes)
         self._kept: dict[tuple[int, torch.dtype, str], Prepared] = {}
+        self._said: set[tuple[str, str]] = set()
         self._world_size = sum(map(len, nodes))
         self._kernels: dict[tuple[torch.dtype, dist.ReduceOp.RedOpType], Kernel] = {}
 
@@ -112,25 +113,46 @@ class Plans:
         PlanError
             If no plan can be made, or the one that is asked for cannot run.
         """
+        if device == "cuda" and (missing := self._missing_inline()):
+            return self._flat_instead(nbytes, itemsize, device, self._family or "stages", missing)
         plan = self._asked(nbytes, itemsize, device)
         missing = self._reach.missing(plan, itemsize) if device == "cpu" else ""
         if not missing:
             return plan
         if plan is self._mode:
             raise PlanError(f"the plan cannot run: {missing}")
-        if self._rank == 0:  # equal on all ranks
-            logger.warning("plain all-reduce instead of %s: %s", plan.family, missing)
+        return self._flat_instead(nbytes, itemsize, device, plan.family, missing)
+
+    def _missing_inline(self) -> str:
+        """Return what NCCL's stages lack for what is asked for; empty if there is nothing."""
+        family = self._family
+        if family is Family.FLAT_RING:
+            return ""
+        if not is_equal(self._nodes):
+            return "NCCL's stages need equal numbers of ranks on all nodes"
+        # The stages' shares are equal without being asked.
+        if family is None or family in NCCL_RUNTIME.families or self._mode == "equal":
+            return ""
+        return "NCCL's stages give all ranks equal shares and have no leaders"
+
+    def _flat_instead(
+        self, nbytes: int, itemsize: int, device: str, asked: str, missing: str
+    ) -> Plan:
+        if self._rank == 0 and (asked, missing) not in self._said:  # equal on all ranks
+            self._said.add((asked, missing))
+            logger.warning("plain all-reduce instead of %s: %s", asked, missing)
         flat = self._plan(nbytes, itemsize, device, Family.FLAT_RING)
-        reason = f"{Family.FLAT_RING} instead of {plan.family}: {missing}."
+        reason = f"{Family.FLAT_RING} instead of {asked}: {missing}."
         return msgspec.structs.replace(flat, reason=reason)
 
     def _asked(self, nbytes: int, itemsize: int, device: str) -> Plan:
         """Return the plan that is asked for, whether its flows exist or not."""
         mode, family = self._mode, self._family
-        if self._plain_reason is not None:
+        inline = device == "cuda"
+        if self._plain_reason is not None and not inline:
             family = Family.FLAT_RING
-        if family is not None and family not in _runtime(device).families:
-            raise PlanError(f"{family} cannot run on {device}; use {Family.FLAT_RING} there")
+        if mode == "equal" and inline:
+            mode, family = "hierarchical", None
         if isinstance(mode, Plan) and mode.family is family and mode.nbytes == nbytes:
             return mode
         plan = self._plan(nbytes, itemsize, device, family)

@@ -1,7 +1,7 @@
 """One call: what is to be done for it, and the future that its caller holds."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,14 @@ class Pending(torch.futures.Future[torch.Tensor]):
     ----------
     drives_here : callable
         Tells whether the calling thread is the one that has to complete this future.
+    devices : sequence of torch.device
+        CUDA devices that the result is on: who waits makes their current streams wait.
     """
 
-    def __init__(self, drives_here: Callable[[], bool]) -> None:
-        super().__init__()
+    def __init__(
+        self, drives_here: Callable[[], bool], devices: Sequence[torch.device] = ()
+    ) -> None:
+        super().__init__(devices=list(devices))
         self._drives_here = drives_here
 
     def wait(self) -> torch.Tensor:

@@ -45,7 +45,7 @@ def planned_cap(
     known = all(parameter.dtype in ITEMSIZES for parameter in parameters)
     if communicator.world_size == 1 or not known or not sum(p.nbytes for p in parameters):
         return None
-    runtime = _runtime(p.device.type for _, p in trained)
+    runtime = _runtime(communicator, (p.device.type for _, p in trained))
     backward = balanced_backward(
         levels(communicator.topology), parameters, runtime=runtime, families=runtime.families
     )
@@ -72,11 +72,20 @@ def advice(
         If the trace holds no step.
     """
     caps = (cap_mib,) if keep_cap else CAPS_MIB
-    return _plan(communicator, backward_of(trace), plan, _runtime(devices), cap_mib, policy, caps)
+    return _plan(
+        communicator,
+        backward_of(trace),
+        plan,
+        _runtime(communicator, devices),
+        cap_mib,
+        policy,
+        caps,
+    )
 
 
-def _runtime(devices: Iterable[str]) -> Runtime:
-    return NCCL_RUNTIME if set(devices) == {"cuda"} else CPU_RUNTIME
+def _runtime(communicator: Communicator, devices: Iterable[str]) -> Runtime:
+    inline = communicator.uses_nccl and set(devices) == {"cuda"}
+    return NCCL_RUNTIME if inline else CPU_RUNTIME
 
 
 def _plan(

@@ -79,8 +79,11 @@ GPU_RUNTIME = Runtime(
     families=_STAGED,
 )
 
-# Each stage of a chunk is a call of NCCL: the base latency of tuning.cc (ring, Simple).
-NCCL_RUNTIME = replace(GPU_RUNTIME, call_seconds=8.4e-6)
+# Each stage of a chunk is a call of NCCL: the base latency of tuning.cc (ring, Simple). Its stages
+# are reduce-scatter, all-reduce and all-gather; nobody leads.
+NCCL_RUNTIME = replace(
+    GPU_RUNTIME, call_seconds=8.4e-6, families=_STAGED - {Family.HIERARCHICAL_LEADER}
+)
 
 
 def runtime_of(topology: Topology) -> Runtime:
