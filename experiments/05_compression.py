@@ -104,7 +104,7 @@ def run_ddp(config: Config) -> None:
         settings = compression_ddp.Settings(
             optimizer=config.optimizer,
             codecs=("int8", "topk:0.01", "powersgd:1"),
-            warm_up=6,
+            warm_up=1,
             steps=2,
             batch=1,
             width=16,

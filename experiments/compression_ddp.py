@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str = "sgd"
     codecs: tuple[str, ...] = ("fp16", "int8", "int4", "topk:0.01", "powersgd:1", "powersgd:4")
     policy: str = "lossy:1"
-    warm_up: int = 7
+    warm_up: int = 2
     steps: int = 12
     batch: int = 2
     size: int = 16
@@ -140,6 +140,7 @@ def train(settings: Settings) -> list[Record]:
         candidates = _candidates(module, settings, stack)
         compute: list[float] = []
         turns = list(candidates)
+        _let_auto_choose(candidates, images.take(range(settings.batch)))
         for step in range(num_steps):
             batch = images.take(range(step * settings.batch, (step + 1) * settings.batch))
             compute.append(candidates[0].trainee.step(batch, silent=True))
@@ -186,6 +187,18 @@ def _candidates(module: nn.Module, settings: Settings, stack: ExitStack) -> list
             handle = make_handle(shared.model, communicator, "auto", settings.compression(name))
             found.append(Candidate(name, shared, partial(handle.hook.hook, None), handle))
     return found
+
+
+def _let_auto_choose(candidates: Sequence[Candidate], batch: ImageSet) -> None:
+    """Train by ``auto`` alone until it has chosen: it times whole steps that follow each other."""
+    auto = next(candidate for candidate in candidates if candidate.name == AUTO)
+    assert auto.handle is not None
+    compression = auto.handle.hook.compression
+    assert compression is not None
+    chooser = compression.auto
+    while chooser is not None and not compression.why_not and not chooser.done:
+        auto.step(batch)
+    auto.seconds.clear()
 
 
 def _trainee(module: nn.Module, settings: Settings, cap_mib: int | None = None) -> Trainee:

@@ -30,7 +30,7 @@ def test_the_ddp_comparison_has_a_row_for_each_candidate(ranks):
         assert by_name["auto"]["reason"]
 
 
-TINY = Settings(codecs=("int8",), warm_up=6, steps=2, batch=1, size=8, width=8, timeout_s=20.0)
+TINY = Settings(codecs=("int8",), warm_up=1, steps=2, batch=1, size=8, width=8, timeout_s=20.0)
 
 
 def _side_by_side(rank, world_size):

@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from topo_ar.compression import drift as drifts
 from topo_ar.compression.error_feedback import ErrorFeedback
+from topo_ar.compression.protocol import Compressor
 from topo_ar.compression.registry import make
 from topo_ar.compression.rows import reduce_rows
 from topo_ar.execution.communicator import Communicator
@@ -31,8 +33,11 @@ from topo_ar.integrations.compression_buckets import (
     arrange,
     fingerprint,
 )
-from topo_ar.integrations.compression_choice import AUTO, CompressionSettings
-from topo_ar.planning.codecs import NONE, Codec, parse_codec
+from topo_ar.integrations.compression_choice import Choose, CompressionSettings
+from topo_ar.planning.codecs import NONE, Codec
+
+if TYPE_CHECKING:
+    from topo_ar.integrations.compression_auto import Auto
 
 logger = logging.getLogger("topo_ar")
 
@@ -40,16 +45,6 @@ Future = torch.futures.Future[torch.Tensor]
 Done = Callable[[], None] | None
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
-# DDP rebuilds its buckets after the first step, or the second: `auto` looks at those after.
-_AUTO_AFTER_STEPS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What ``auto`` comes to: codecs by parameter, and why; parameters not named stay exact."""
-
-    codecs: Mapping[str, str]
-    reason: str
 
 
 @dataclass(slots=True)
@@ -76,11 +71,11 @@ class CompressedReduction:
         The model's.
     settings : CompressionSettings
         What is asked for.
-    decide : callable
-        What ``auto`` calls on all ranks after the first steps, for the same answer on all.
 
     Attributes
     ----------
+    auto : Auto or None
+        Chooses the codecs where none are named.
     loss_scale : callable
         Returns what the loss of a step is multiplied by.
     reason : str
@@ -99,7 +94,6 @@ class CompressedReduction:
         communicator: Communicator,
         parameters: Mapping[str, torch.Tensor],
         settings: CompressionSettings,
-        decide: Callable[[], Decision],
     ) -> None:
         self.communicator = communicator
         self.settings = settings
@@ -107,8 +101,7 @@ class CompressedReduction:
         self.choose = settings.choice(parameters)
         self.streams: dict[Codec, Stream] = {}
         self.loss_scale: Callable[[], float] = lambda: 1.0
-        self.decided: Callable[[], None] = lambda: None
-        self._decide = decide if settings.compression == AUTO else None
+        self.auto: Auto | None = None
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._step = _Step()
         self._num_seen = 0
@@ -123,9 +116,9 @@ class CompressedReduction:
             "there is one node, and so no wire in between" if len(nodes) == 1 else ""
         )
         self.reason = self.why_not and f"nothing is compressed: {self.why_not}"
-        self._say(self.reason)
+        self.say(self.reason)
         for warning in settings.warnings:
-            self._say(warning, logging.WARNING)
+            self.say(warning, logging.WARNING)
 
     @property
     def next_step(self) -> int:
@@ -150,15 +143,18 @@ class CompressedReduction:
             self.why_not = self.communicator.groups_reason
             self.reason = f"compression ends, and what was not sent is dropped: {self.why_not}"
             self._buckets.clear()
-            self._say(self.reason, logging.WARNING)
+            self.say(self.reason, logging.WARNING)
             return
         for codec, found in self._step.drift.items():
             self._heed(self.streams[codec], found)
         self._step = _Step(self._step.number + 1, float(self.loss_scale()))
         self._num_seen += 1
-        ready = self._num_seen > _AUTO_AFTER_STEPS
-        if self._decide is not None and ready and self._step.number >= self.settings.start_step:
-            self._ask(self._decide)
+        for stream in self.streams.values():
+            if stream.flushing:
+                stream.flushing, stream.off = False, True
+                self._buckets.clear()
+        if self.auto is not None and self._step.number >= self.settings.start_step:
+            self.auto.begin(self._num_seen)
         for stream in self.streams.values():
             self._warm_up(stream)
 
@@ -210,9 +206,9 @@ class CompressedReduction:
 
     def _by_rows(self, index: int, tensor: torch.Tensor, on_done: Done) -> Future:
         if tensor.sparse_dim() != 1 or not tensor.is_floating_point() or not tensor.is_cpu:
-            self._say("sparse gradients without whole rows of floats on CPU take the plain path")
+            self.say("sparse gradients without whole rows of floats on CPU take the plain path")
             return self._exactly(tensor, on_done)
-        self._say("sparse gradients are exact, their rows being exchanged, whatever the codec")
+        self.say("sparse gradients are exact, their rows being exchanged, whatever the codec")
         mark = fingerprint(f"rows {index} {tuple(tensor.shape)} {tensor.dtype}")
         work = partial(self._work_by_rows, tensor)
         return self.communicator.run(tensor, work, mark ^ self.next_step, on_done)
@@ -239,7 +235,7 @@ class CompressedReduction:
                 streams = {name: self._stream(self.choose(name)) for name in named}
                 found = arrange(bucket.index(), named, streams, tensor.dtype, self._place)
             else:
-                self._say(f"{tensor.dtype} on {tensor.device.type} is not compressed")
+                self.say(f"{tensor.dtype} on {tensor.device.type} is not compressed")
                 found = None
             self._buckets[bucket.index()] = key, found
         return found
@@ -251,7 +247,7 @@ class CompressedReduction:
         if stream is None:
             stream = self.streams[codec] = Stream(codec, ErrorFeedback(make(codec)))
             self._warm_up(stream)
-            self._say(f"step {self._step.number}: {codec} between nodes from here on")
+            self.say(f"step {self._step.number}: {codec} between nodes from here on")
         return None if stream.off else stream
 
     def _work(
@@ -311,7 +307,7 @@ class CompressedReduction:
     def _goes_both_ways(self, index: int) -> bool:
         """Tell whether the drift guard looks at this bucket in this step: they take turns."""
         every = self.settings.guard_steps
-        if not every or self.next_step % every:
+        if not every or self.next_step % every or (self.auto and self.auto.trying):
             return False
         coded = sorted(number for number, (_, found) in self._buckets.items() if found)
         return coded[self.next_step // every % len(coded)] == index
@@ -332,7 +328,7 @@ class CompressedReduction:
             stream.feedback.compressor = make(softer)
             text += f"go on with {softer}"
         self._buckets.clear()
-        self._say(text, logging.WARNING)
+        self.say(text, logging.WARNING)
 
     def _warm_up(self, stream: Stream) -> None:
         steps, codec = self.settings.warm_up_steps, stream.asked
@@ -343,26 +339,38 @@ class CompressedReduction:
         density = drifts.warm_up_density(codec.argument, done)
         stream.feedback.compressor.codec = Codec(codec.name, density)
 
-    def _ask(self, decide: Callable[[], Decision]) -> None:
-        self._decide = None
-        decision = decide()
-        codecs = {name: parse_codec(text) for name, text in decision.codecs.items()}
-        self.choose = lambda name: codecs.get(name, NONE)
-        self.reason = decision.reason
-        self._buckets.clear()
-        self._say(self.reason)
-        self.decided()
+    def change(self, codec: Codec, choose: Choose, compressor: Compressor) -> None:
+        """Let all that is compressed go with another codec from the next bucket on.
 
-    @property
-    def undecided(self) -> bool:
-        """Whether ``auto`` has yet to decide."""
-        return self._decide is not None and not self.why_not
+        Residuals stay with their parameters; there is one stream.
+        """
+        self.choose = choose
+        self._buckets.clear()
+        if not self.streams:
+            self._stream(codec)
+        (stream,) = self.streams.values()
+        stream.asked = codec
+        stream.feedback.compressor = compressor
+        self.streams = {codec: stream}
+
+    def pause(self) -> None:
+        """Compress nothing from the next bucket on; what was not sent is kept."""
+        self.choose = lambda name: NONE
+        self._buckets.clear()
+
+    def flush(self) -> None:
+        """Send exactly, in the step that begins, what was not sent; then nothing is compressed."""
+        self._buckets.clear()
+        ((asked, stream),) = self.streams.items()
+        stream.feedback.compressor = make(NONE)
+        stream.flushing = True
+        self.choose = lambda name: asked
 
     def stream_of(self, codec: Codec) -> Stream | None:
         """Return what reduces with a codec that was asked for; made if need be."""
         return self._stream(codec)
 
-    def _say(self, text: str, level: int = logging.INFO) -> None:
+    def say(self, text: str, level: int = logging.INFO) -> None:
         """Log a sentence once, on rank 0."""
         if text and text not in self._said:
             self._said.add(text)

@@ -15,12 +15,23 @@ from topo_ar.planning.codecs import NONE, Codec
 
 @dataclass(slots=True)
 class Stream:
-    """What is reduced with one codec: its error memory, and what the drift guard made of it."""
+    """What is reduced with one codec: its error memory, and what has become of it.
+
+    Attributes
+    ----------
+    asked : Codec
+        The codec that was asked for; the drift guard may have taken another.
+    backed_off, off : bool
+        What the guard has done.
+    flushing : bool
+        The step sends exactly what was not sent before, and is the last one.
+    """
 
     asked: Codec
     feedback: ErrorFeedback
     backed_off: bool = False
     off: bool = False
+    flushing: bool = False
 
     @property
     def codec(self) -> Codec:
@@ -166,7 +177,9 @@ def arrange(
         pieces.setdefault(stream.asked if stream else NONE, []).append(piece)
         at += parameter.numel()
     for asked, stream in used.items():
-        if not any(stream.codec.compresses(piece.shape) for piece in pieces[asked]):
+        if not stream.flushing and not any(
+            stream.codec.compresses(piece.shape) for piece in pieces[asked]
+        ):
             pieces[NONE] += pieces.pop(asked)
     if pieces.keys() == {NONE}:
         return None

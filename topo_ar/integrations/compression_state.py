@@ -90,8 +90,8 @@ def load_state(compression: CompressedReduction | None, state: State) -> None:
         return
     checkpoint.require_state(state)
     compression.go_on(int(state["step"]))
-    if compression.undecided:
-        compression.decided = lambda: _take_over(compression, state)
+    if compression.auto is not None and compression.auto.undecided:
+        compression.auto.decided = lambda: _take_over(compression, state)
     else:
         _take_over(compression, state)
 

@@ -21,9 +21,9 @@ from topo_ar.execution.torch_private import (
 )
 from topo_ar.integrations.bucket_cap import advice, planned_cap
 from topo_ar.integrations.compressed import CompressedReduction
-from topo_ar.integrations.compression_auto import decide
+from topo_ar.integrations.compression_auto import Auto, decide
 from topo_ar.integrations.compression_buckets import CompressionReport
-from topo_ar.integrations.compression_choice import CompressionSettings, optimizer_name
+from topo_ar.integrations.compression_choice import AUTO, CompressionSettings, optimizer_name
 from topo_ar.integrations.compression_state import State, load_state, saved_state
 from topo_ar.integrations.hook import EACH_PARAMETER, DDPHook
 from topo_ar.integrations.trace import Recorder
@@ -277,13 +277,13 @@ def make_handle(
     ddp.register_forward_hook(recorder.forward_done)
     handle = Handle(hook, communicator, recorder, ddp, plan)
     if settings.wanted:
-        ask = partial(handle.advice, settings.policy, settings.optimizer, keep_cap=True)
-        hook.compression = CompressedReduction(
-            communicator,
-            dict(ddp.module.named_parameters()),
-            settings,
-            lambda: decide(communicator, handle.trace(), ask),
+        compression = CompressedReduction(
+            communicator, dict(ddp.module.named_parameters()), settings
         )
+        hook.compression = compression
+        if settings.compression == AUTO:
+            ask = partial(handle.advice, settings.policy, settings.optimizer, keep_cap=True)
+            compression.auto = Auto(compression, lambda: decide(communicator, handle.trace(), ask))
     if communicator.rank == 0 and logger.isEnabledFor(logging.INFO):
         hook.advise = handle._log_advice
     return handle

@@ -1,0 +1,83 @@
+"""Takes turns among choices of codecs in the steps of a training, and finds the fastest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from topo_ar.errors import ExecutionError
+from topo_ar.execution.communicator import Communicator
+from topo_ar.planning.codecs import Codec
+from topo_ar.units import format_seconds
+
+_ROUNDS = 3
+# The first step of a turn moves residuals; the last ones are timed.
+_TURN_STEPS = 3
+# What the planner chose must be slower by this much to be given up.
+_WORTH = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A codec, and the parameters that it is for; all others are exact."""
+
+    codec: Codec
+    names: frozenset[str]
+
+
+class Trial:
+    """Counts the steps of a trial; the same on all ranks but for the seconds.
+
+    Parameters
+    ----------
+    choices : sequence of Choice
+        The planner's first.
+    """
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = tuple(choices)
+        self._seconds: list[list[float]] = [[] for _ in choices]
+        self._step = 0
+        self._began = 0.0
+
+    def next_choice(self, now: float) -> Choice | None:
+        """Return the choice for a step that begins at `now`, in seconds; None after the last."""
+        number = self._step // _TURN_STEPS
+        if self._step and (self._step - 1) % _TURN_STEPS:
+            before = (self._step - 1) // _TURN_STEPS % len(self.choices)
+            self._seconds[before].append(now - self._began)
+        self._began = now
+        self._step += 1
+        if number >= _ROUNDS * len(self.choices):
+            return None
+        return self.choices[number % len(self.choices)]
+
+    def winner(self, communicator: Communicator) -> tuple[Choice, str]:
+        """Return the fastest choice, and a sentence. Collective, while nothing is in flight.
+
+        A choice is as fast as its fastest step on the slowest rank: other steps may have been
+        interrupted by what is not training.
+
+        Raises
+        ------
+        ExecutionError
+            If a rank cannot be heard.
+        """
+        mine = msgspec.json.encode([min(seconds) for seconds in self._seconds])
+        try:
+            heard = [
+                msgspec.json.decode(each, type=list[float]) for each in communicator.gather(mine)
+            ]
+        except msgspec.DecodeError as error:
+            raise ExecutionError(f"what a rank says of the trial is unreadable: {error}") from None
+        slowest = [max(column) for column in zip(*heard, strict=True)]
+        best = min(range(len(slowest)), key=slowest.__getitem__)
+        if slowest[0] <= slowest[best] * (1 + _WORTH):
+            best = 0
+        times = ", ".join(
+            f"{choice.codec} {format_seconds(seconds)}"
+            for choice, seconds in zip(self.choices, slowest, strict=True)
+        )
+        return self.choices[
+            best
+        ], f"In turns a step took: {times}. {self.choices[best].codec} stays."
