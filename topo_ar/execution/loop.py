@@ -26,6 +26,7 @@ from topo_ar.execution.kernels import Kernel
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.program import ChunkProgram
 from topo_ar.execution.straight import Line, Straight
+from topo_ar.execution.switching import PromptSwitching
 from topo_ar.execution.ticket import GroupWork, Ticket
 from topo_ar.execution.transports.tcp import abort_all
 from topo_ar.execution.waiting import interest, needs, waits_for
@@ -239,7 +240,7 @@ class Loop:
                 self._leave()
 
     def _take_turns(self) -> None:
-        with self._driving:
+        with self._driving, PromptSwitching():
             self._hush()
             self._serve_or_fail(lambda: False)
 
