@@ -18,7 +18,7 @@ from topo_ar.telemetry.bucket_trace import BucketTrace
 
 # DDP rebuilds its buckets after the first step, or the second: the planner looks at those after.
 _AFTER_STEPS = 4
-# Of the codecs that the planner does not choose: those that send least.
+# Of the codecs that the planner does not choose: those that send least, one of a kind.
 _MOST_OTHERS = 2
 
 
@@ -174,5 +174,9 @@ def _decision(trace: BucketTrace, plan: TrainingPlan) -> Decision:
     }
     tried = [v for v in plan.codecs if v.exposed_seconds is not None and v.ratio < 1]
     fewest = sorted(tried, key=lambda verdict: verdict.ratio)
-    others = [verdict.codec for verdict in fewest if verdict.codec not in codecs.values()]
-    return Decision(codecs, plan.reason, tuple(others[:_MOST_OTHERS]))
+    chosen = dict.fromkeys(codecs.values())
+    best_of_kind = {parse_codec(v.codec).name: v.codec for v in reversed(fewest)}
+    others = [v.codec for v in fewest if v.codec in best_of_kind.values() and v.codec not in chosen]
+    # A bucket that is hidden behind backward still takes time of the cores that compute it.
+    everywhere = [] if len(codecs) == sum(len(c.parameters) for c in calls) else [*chosen]
+    return Decision(codecs, plan.reason, (*everywhere, *others[:_MOST_OTHERS]))

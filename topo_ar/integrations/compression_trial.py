@@ -10,7 +10,7 @@ from topo_ar.execution.communicator import Communicator
 from topo_ar.planning.codecs import Codec
 from topo_ar.units import format_seconds
 
-_ROUNDS = 3
+_ROUNDS = 2
 # The first step of a turn moves residuals; the last ones are timed.
 _TURN_STEPS = 3
 # What the planner chose must be slower by this much to be given up.
