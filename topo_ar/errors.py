@@ -55,9 +55,27 @@ class ExecutionError(TopoError, RuntimeError):
         The ranks known to be at fault; empty when unknown.
     stage : str
         The stage of the schedule in which it happened, such as ``intra_reduce_scatter``.
+    nodes : tuple of int
+        The nodes of those ranks, as numbered in ``Communicator.nodes``.
+    collective : int
+        The number of the collective that failed, counted from 0; -1 when unknown.
+    last_completed : int
+        The number of the last collective that this rank completed; -1 when there is none.
     """
 
-    def __init__(self, message: str, *, ranks: Iterable[int] = (), stage: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Iterable[int] = (),
+        stage: str = "",
+        nodes: Iterable[int] = (),
+        collective: int = -1,
+        last_completed: int = -1,
+    ) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.stage = stage
+        self.nodes = tuple(nodes)
+        self.collective = collective
+        self.last_completed = last_completed

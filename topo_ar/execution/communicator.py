@@ -41,6 +41,7 @@ from topo_ar.execution.plans import MODES, Plans, Prepared
 from topo_ar.execution.program import node_program
 from topo_ar.execution.rail_group import RailGroup
 from topo_ar.execution.reach import is_equal, rail_of
+from topo_ar.execution.recovery import Recovery
 from topo_ar.execution.straight import Line
 from topo_ar.execution.ticket import GroupWork, Pending, Ticket
 from topo_ar.execution.torch_private import backend_of
@@ -122,11 +123,16 @@ class Communicator:
             )
         self._timeout_s = timeout_s
         self._reproducible = reproducible
+        self._debug = debug_wanted() if debug is None else debug
         self._job = job = Job(group, timeout_s, SLOT_NBYTES)
         self.rank, self.world_size = job.channel.rank, job.channel.world_size
-        self.nodes, self.plain_reason = job.nodes, job.plain_reason
+        self.nodes = job.nodes
         pipeline = Pipeline(job.node, self.rank, job.flows, SLOT_NBYTES)
-        self._loop = Loop(pipeline, timeout_s, job.close, rail_of(job.nodes, self.rank))
+        recovery = None
+        # The plain path has no fixed order; debug mode is there to show what fails.
+        if job.control is not None and not reproducible and not self._debug:
+            recovery = Recovery(job.control, pipeline)
+        self._loop = Loop(pipeline, job, timeout_s, recovery, rail_of(job.nodes, self.rank))
         self._end = weakref.finalize(self, self._loop.abandon)
         self._end.atexit = False
         self._entrance = Entrance(self._loop)
@@ -139,7 +145,6 @@ class Communicator:
         # By number of elements, dtype and operation: small tensors that need no more looking up.
         self._lines: dict[tuple[int, torch.dtype, dist.ReduceOp.RedOpType], Line] = {}
         self._closed = False
-        self._debug = debug_wanted() if debug is None else debug
         self._agreement = Agreement(job.channel)
         try:
             options = {
@@ -161,7 +166,7 @@ class Communicator:
                 self.nodes,
                 self.rank,
                 plan,
-                self.plain_reason,
+                job.plain_reason,
                 SLOT_NBYTES,
                 reproducible,
             )
@@ -271,7 +276,7 @@ class Communicator:
             line is not None
             and not self._debug
             and is_plain_memory(tensor)
-            and self._run_line(line, tensor)
+            and self._run_line(line, tensor, op)
         ):
             return tensor
         if tensor.device.type != "cpu" or tensor.numel() == 0 or self.world_size == 1:
@@ -290,8 +295,8 @@ class Communicator:
     @property
     def groups_reason(self) -> str | None:
         """Why `run` has no groups to offer; None where it has. The same on all ranks."""
-        if self.plain_reason is not None:
-            return self.plain_reason
+        if self._job.plain_reason is not None:
+            return self._job.plain_reason
         return None if is_equal(self.nodes) else "the nodes have unequal numbers of ranks"
 
     def run(
@@ -368,7 +373,7 @@ class Communicator:
         if beside and not self._loop.drives_here():
             compared.wait()
 
-    def _run_line(self, line: Line, tensor: torch.Tensor) -> bool:
+    def _run_line(self, line: Line, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> bool:
         """Reduce a small tensor without ticket and future; False where something is in flight."""
         with self._lock:
             if not self._entrance.claim_idle():
@@ -377,7 +382,9 @@ class Communicator:
             self._next_ticket = number + 1
         left = self._loop.drive_straight(line, number, tensor.data_ptr())
         if left is not None:
-            ticket = Ticket(number, tensor, Pending(self._loop.drives_here), left)
+            plain = partial(reduce_plainly, self._job.channel, op=op)
+            pending = Pending(self._loop.drives_here)
+            ticket = Ticket(number, tensor, pending, left, None, plain)
             self._loop.drive_adopted(ticket)
             ticket.future.wait()
         return True
@@ -397,9 +404,10 @@ class Communicator:
         on_done: Callable[[], None] | None = None,
     ) -> Ticket:
         number = self._next_ticket
-        work = self._work(number, tensor, op, prepared)
+        plain = partial(reduce_plainly, self._job.channel, op=op)
+        work = self._collective(number, tensor, op, prepared) or partial(plain, tensor)
         self._next_ticket = number + 1
-        return Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done)
+        return Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done, plain)
 
     def _all_reduce_inline(
         self,
@@ -439,15 +447,15 @@ class Communicator:
             self._entrance.submit(ticket, ready)
         return future
 
-    def _work(
+    def _collective(
         self,
         number: int,
         tensor: torch.Tensor,
         op: "dist.ReduceOp.RedOpType",
         prepared: Prepared | None,
-    ) -> Collective | Callable[[], None]:
+    ) -> Collective | None:
         if prepared is None or prepared.program is None:
-            return partial(reduce_plainly, self._job.channel, tensor, op)
+            return None
         kernel = self._plans.kernel(tensor.dtype, op)
         fingerprint = prepared.fingerprint ^ CODES[op]
         line = None
@@ -483,6 +491,18 @@ class Communicator:
     def error(self) -> ExecutionError | None:
         """The failure that ended this communicator, or None."""
         return self._loop.error or (self._nccl.error if self._nccl else None)
+
+    @property
+    def plain_reason(self) -> str | None:
+        """Why every collective takes the plain path; None when they need not."""
+        if self._loop.fallback is not None:
+            return self._loop.fallback.reason(self.nodes)
+        return self._job.plain_reason
+
+    @property
+    def fallbacks(self) -> int:
+        """How often a failure made all ranks leave the fast path; they do not come back to it."""
+        return int(self._loop.fallback is not None)
 
     @property
     def closed(self) -> bool:

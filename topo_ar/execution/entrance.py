@@ -7,11 +7,10 @@ otherwise start the same collectives in different orders.
 
 import threading
 from collections import deque
-from functools import partial
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from topo_ar.execution.loop import Loop
-from topo_ar.execution.ticket import Ticket
+from topo_ar.execution.ticket import Broken, Ticket
 
 
 class Ready(Protocol):
@@ -20,10 +19,6 @@ class Ready(Protocol):
     def synchronize(self) -> None:
         """Wait for it."""
         ...
-
-
-class CopyFailedError(Exception):
-    """A tensor did not come to the host."""
 
 
 class Entrance:
@@ -85,11 +80,7 @@ class Entrance:
                     ready.synchronize()
                 except RuntimeError as error:
                     # The others are waiting for this rank's part: let the loop tell them.
-                    ticket.work = partial(_fail, str(error))
+                    ticket.work = Broken(f"its tensor did not come to the host: {error}")
             with self._lock:
                 self._loop.submit(ticket)
                 self._waiting.popleft()
-
-
-def _fail(text: str) -> NoReturn:
-    raise CopyFailedError(text)

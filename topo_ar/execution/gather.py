@@ -44,6 +44,10 @@ class _Names:
 _names = _Names()
 
 
+class Unreachable(ExecutionError):  # noqa: N818 - an event that the loop turns into a message
+    """A rank of a channel is gone or late."""
+
+
 class Channel:
     """A private gloo group for set-up and for the plain path.
 
@@ -84,15 +88,22 @@ class Channel:
                 "own ranks only"
             )
         self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self._made: dist.ProcessGroup | None = None
         self.world_size = len(self.ranks)
         self.name = name = _names.next(self.ranks)
         self.address = local_address(self.rank)
         try:
-            self._group = gloo_group(name, self.rank, self.world_size, timeout_s)
+            self._made = gloo_group(name, self.rank, self.world_size, timeout_s)
         except RuntimeError as error:
             raise ExecutionError(
                 f"rank {self.rank} did not meet the other {self.world_size - 1} ranks: {error}"
             ) from None
+
+    @property
+    def _group(self) -> "dist.ProcessGroup":
+        if self._made is None:
+            raise ExecutionError("the communicator is closed")
+        return self._made
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, in rank order.
@@ -121,12 +132,27 @@ class Channel:
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         return [gathered.tolist() for gathered in self._gather_equal(mine)]
 
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite `tensor` with that of rank `root`.
+
+        Raises
+        ------
+        ExecutionError
+            If a rank is gone or late.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        try:
+            self._group.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            raise Unreachable(f"rank {self.rank} cannot reach all others: {error}") from None
+
     def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         try:
             self._group.allgather([gathered], [tensor]).wait()
         except RuntimeError as error:
-            raise ExecutionError(f"rank {self.rank} cannot reach all others: {error}") from None
+            raise Unreachable(f"rank {self.rank} cannot reach all others: {error}") from None
         return gathered
 
     def all_reduce(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
@@ -156,8 +182,8 @@ class Channel:
         return self._group.recv([tensor], sender, 0)
 
     def close(self) -> None:
-        """Let the group go, with its threads and sockets."""
-        del self._group
+        """Let the group go, with its threads and sockets; ranks that wait in it learn of it."""
+        self._made = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,22 @@
 """What every survivor is told when a collective fails: who, where, why, and who saw it."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from topo_ar.errors import ExecutionError
 from topo_ar.execution.transports.segment import FAILURE_NBYTES
-from topo_ar.execution.transports.tcp import Aborted
+from topo_ar.execution.transports.tcp import Aborted, BadFrame, PeerGone
 
 _MOST_NAMED = 64
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The cause of a failed job, passed between ranks as JSON.
+    """The cause of a failed collective, passed between ranks as JSON.
 
-    `left` marks a rank that closed its communicator on purpose: only a failure for those that
-    still need it.
+    `collective` is its number, -1 where there is none. `left` marks a rank that closed its
+    communicator on purpose: only a failure for those that still need it. After a `recoverable` one
+    all ranks may be alive and willing, which they find out by agreeing on it.
     """
 
     text: str
@@ -21,6 +24,8 @@ class Failure(msgspec.Struct, frozen=True):
     stage: str
     seen_by: int
     left: bool = False
+    recoverable: bool = False
+    collective: int = -1
 
     def encode(self) -> bytes:
         """Return the report as JSON of at most `FAILURE_NBYTES` bytes."""
@@ -33,15 +38,47 @@ class Failure(msgspec.Struct, frozen=True):
             )
         return data
 
-    def error(self, rank: int) -> ExecutionError:
-        """Return the exception that `rank` raises for this failure."""
-        seen = "" if self.seen_by == rank else f" (reported by rank {self.seen_by})"
+    @property
+    def place(self) -> str:
+        """Where it happened, as part of a sentence: stage and collective as far as known."""
         stage = f" in stage {self.stage}" if self.stage else ""
+        return stage + (f" of collective {self.collective}" if self.collective >= 0 else "")
+
+    def error(
+        self, rank: int, nodes: Sequence[tuple[int, ...]], last_completed: int
+    ) -> ExecutionError:
+        """Return the exception that `rank` raises for this failure.
+
+        Parameters
+        ----------
+        nodes : sequence of tuple of int
+            The ranks of each node.
+        last_completed : int
+            The number of the last collective that `rank` has completed, -1 for none.
+        """
+        seen = "" if self.seen_by == rank else f" (reported by rank {self.seen_by})"
+        done = f"last completed collective {last_completed}"
+        if last_completed < 0:
+            done = "none was completed before"
         return ExecutionError(
-            f"rank {rank}: all-reduce failed{stage}: {self.text}{seen}",
+            f"rank {rank}: all-reduce failed{self.place}: {self.text}{seen}; "
+            f"{whereabouts(self.ranks, nodes)}{done}",
             ranks=self.ranks,
             stage=self.stage,
+            nodes=sorted({at for at, node in enumerate(nodes) if set(node) & set(self.ranks)}),
+            collective=self.collective,
+            last_completed=last_completed,
         )
+
+
+def whereabouts(ranks: Sequence[int], nodes: Sequence[tuple[int, ...]]) -> str:
+    """Return on which nodes `ranks` are, as the beginning of a sentence."""
+    parts = []
+    for at, node in enumerate(nodes):
+        there = [str(rank) for rank in ranks if rank in node]
+        if there:
+            parts.append(f"rank {', '.join(there)} is on node {at}")
+    return "".join(f"{part}; " for part in parts)
 
 
 def decode_failure(data: bytes, reporter: int) -> Failure:
@@ -52,11 +89,32 @@ def decode_failure(data: bytes, reporter: int) -> Failure:
         return Failure("failed without a readable report", (reporter,), "", reporter)
 
 
-def failure_of(error: BaseException, rank: int, stage: str) -> Failure:
-    """Return the report for an exception that rank `rank` met while in `stage`."""
+class Reported(ExecutionError):  # noqa: N818 - carries a report to where the job fails
+    """A failure that has been put into words already, here or by a peer."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text, ranks=failure.ranks, stage=failure.stage)
+        self.failure = failure
+
+
+def failure_of(error: BaseException, rank: int, stage: str, collective: int) -> Failure:
+    """Return the report for an exception that rank `rank` met while in `stage`.
+
+    What a rank met in its own work, and a connection or a frame that is broken, are recoverable.
+    """
+    if isinstance(error, Reported):
+        return error.failure
     if isinstance(error, Aborted):
         return decode_failure(str(error).encode(), error.ranks[0])
     if isinstance(error, ExecutionError):
-        return Failure(str(error), error.ranks, error.stage or stage, rank)
+        return Failure(
+            str(error),
+            error.ranks,
+            error.stage or stage,
+            rank,
+            recoverable=isinstance(error, PeerGone | BadFrame),
+            collective=collective,
+        )
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Failure(text, (rank,), stage, rank)
+    recoverable = isinstance(error, Exception)
+    return Failure(text, (rank,), stage, rank, recoverable=recoverable, collective=collective)

@@ -16,6 +16,9 @@ from topo_ar.execution.transports.tcp import Flow
 logger = logging.getLogger("topo_ar")
 
 _SETUP_TIMEOUT_S = 60.0
+# Who waits for an agreement hears in time from those whose collective comes to its deadline.
+_CONTROL_PATIENCE = 1.15
+_CONTROL_PATIENCE_S = 3.0
 
 
 class Job:
@@ -34,6 +37,8 @@ class Job:
     ----------
     channel : Channel
         All ranks, for set-up and the plain path.
+    control : Channel or None
+        All ranks, to agree on leaving the fast path; None where there is none.
     nodes : tuple of tuple of int
         The ranks of each host.
     node : Node
@@ -64,6 +69,11 @@ class Job:
                 undo.callback(peer.close)
             self.nodes = colocation.nodes
             self.plain_reason = self._why_plain()
+            self.control = None
+            if self.plain_reason is None:
+                patience_s = _CONTROL_PATIENCE * timeout_s + _CONTROL_PATIENCE_S
+                self.control = Channel(group, patience_s)
+                undo.callback(self.control.close)
             rank = self.channel.rank
             mine = next(node for node in self.nodes if rank in node)
             self.node = Node(mine, rank, owned, colocation.peers)
@@ -94,6 +104,12 @@ class Job:
                 peer: msgspec.json.decode(announced[peer], type=tuple[str, int]) for peer in peers
             }
             return connect(listener, channel.rank, peers, addresses, nonce, _SETUP_TIMEOUT_S)
+
+    def cut(self) -> None:
+        """Close the groups, so that ranks which wait in them learn that this one has failed."""
+        for channel in (self.channel, self.control):
+            if channel is not None:
+                channel.close()
 
     def close(self) -> None:
         """Close every connection and release the memory; for once, by who used them last."""

@@ -13,22 +13,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from topo_ar.errors import ExecutionError
-from topo_ar.execution.agreement import DisagreementError
 from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Collective
+from topo_ar.execution.gather import Unreachable
 from topo_ar.execution.groups import Groups
-from topo_ar.execution.guard import Failure, decode_failure, failure_of
+from topo_ar.execution.guard import Failure, Reported, decode_failure, failure_of
+from topo_ar.execution.job import Job
 from topo_ar.execution.kernels import Kernel
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.program import ChunkProgram
-from topo_ar.execution.straight import Line, Straight
+from topo_ar.execution.recovery import Fallback, Recovery
+from topo_ar.execution.straight import Line, Straight, collective_of
 from topo_ar.execution.switching import PromptSwitching
-from topo_ar.execution.ticket import GroupWork, Ticket
-from topo_ar.execution.transports.tcp import abort_all
+from topo_ar.execution.ticket import Broken, GroupWork, Ticket
+from topo_ar.execution.transports.tcp import Aborted, BadFrame, Discard, Flow, abort_all
 from topo_ar.execution.waiting import interest, needs, waits_for
 from topo_ar.planning.schedule import Stage
 
@@ -44,6 +48,8 @@ _NEWS_S = 1.0
 # What a thread that gives up needs for patience and to tell its peers.
 _FAREWELL_S = 2.5
 
+_T = TypeVar("_T")
+
 
 class Loop:
     """Runs tickets on a thread of its own until it is closed or a collective fails.
@@ -52,24 +58,41 @@ class Loop:
     ----------
     pipeline : Pipeline
         The chunk pipeline of this rank.
+    job : Job
+        Closed by the thread as its last act.
     timeout_s : float
         How long nothing may move while a ticket is open.
-    release : callable
-        Called once, by the thread as its last act: nothing of the pipeline is used any more.
+    recovery : Recovery, optional
+        How to leave the fast path; without it every failure ends the loop.
     rail : sequence of int, optional
         The ranks in this one's place on all nodes; without it there is no work with groups.
+
+    Attributes
+    ----------
+    error : ExecutionError or None
+        The failure that ended the loop.
+    fallback : Fallback or None
+        The failure after which every ticket takes the plain path.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
+        job: Job,
         timeout_s: float,
-        release: Callable[[], object],
+        recovery: Recovery | None = None,
         rail: Sequence[int] = (),
     ) -> None:
         self.pipeline = pipeline
         self.timeout_s = timeout_s
         self.error: ExecutionError | None = None
+        self.fallback: Fallback | None = None
+        self._job = job
+        self._recovery = recovery
+        self._asking = False
+        self._thrown: Exception | None = None
+        self._unsettled = False  # since all ranks agreed to be done, a ticket took the fast path
+        self._last_completed = -1
         self._node = pipeline.node
         self._straight = Straight(pipeline)
         self._flows = list(pipeline.flows.values())
@@ -78,7 +101,6 @@ class Loop:
             self._groups = Groups(self._node, rail, pipeline.rank, pipeline.flows, self._attend)
         self._incoming: deque[Ticket] = deque()
         self._open: dict[int, Ticket] = {}
-        self._release = release
         # Reentrant: the garbage collector may `abandon` a loop anywhere.
         self._lock = threading.RLock()
         self._closing = False
@@ -123,7 +145,8 @@ class Loop:
         """Let the caller `drive_straight` the next collective, if nothing is open."""
         if not self._driving.acquire(blocking=False):
             return False
-        if self._incoming or self.pipeline.busy or self.error is not None or self._closing:
+        ended = self.error is not None or self.fallback is not None or self._closing
+        if ended or self._incoming or self.pipeline.busy:
             self._driving.release()
             return False
         return True
@@ -142,23 +165,22 @@ class Loop:
     def drive_straight(self, line: Line, number: int, pointer: int) -> Collective | None:
         """Run a claimed collective on the calling thread; see `Straight.run`.
 
-        What is returned takes longer: the caller has to `drive_adopted` its ticket.
-
-        Raises
-        ------
-        ExecutionError
-            If the collective failed.
+        What is returned takes longer or has failed: the caller has to `drive_adopted` its ticket.
         """
         self._driver = threading.get_ident()
-        left = None
+        left, first = None, self.pipeline.end
+        self._unsettled = True
         try:
             left = self._straight.run(line, number, pointer)
+            if left is None:
+                self._last_completed = number
+        except Exception as error:
+            self._thrown = error
+            left = collective_of(line, number, pointer)
+            left.first = first
         except BaseException as error:
             self._fail(error)
-            if not isinstance(error, Exception):
-                raise
-            assert self.error is not None
-            raise self.error from None
+            raise
         finally:
             self._driver = 0
             if left is None:
@@ -251,13 +273,72 @@ class Loop:
         try:
             # An inf or nan in a gradient is the training's business, also under -W error.
             with np.errstate(all="ignore"):
-                self._serve(enough)
+                while not self._served(enough):
+                    continue
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
             self._driver = 0
+
+    def _served(self, enough: Callable[[], bool]) -> bool:
+        """Serve; return False where a failure interrupted it and the job has recovered."""
+        try:
+            if self._thrown is not None:
+                thrown, self._thrown = self._thrown, None
+                raise thrown
+            self._serve(enough)
+        except Exception as error:
+            failure = self._failure(error)
+            if not failure.recoverable or not self._may_recover():
+                raise
+            self._recover(failure)
+            return False
+        return True
+
+    def _may_recover(self) -> bool:
+        return (
+            self._recovery is not None
+            and self.fallback is None
+            and not self._asking
+            and all(ticket.plain is not None for ticket in self._open.values())
+        )
+
+    def _recover(self, failure: Failure) -> None:
+        """Leave the fast path together with all other ranks."""
+        recovery = self._recovery
+        assert recovery is not None
+        self._tell(failure)
+        try:
+            self._in_touch(lambda: recovery.agree(failed=True))
+            self._fall_back(failure)
+        except LostTouch as error:
+            text = f"{failure.text}; and the ranks could not agree to go on without it: {error}"
+            raise Reported(msgspec.structs.replace(failure, text=text)) from None
+
+    def _fall_back(self, failure: Failure | None) -> None:
+        assert self._recovery is not None
+        recovery, tickets = self._recovery, list(self._open.values())
+        self.fallback = self._in_touch(lambda: recovery.finish(failure, tickets))
+        if self.pipeline.rank == 0:
+            logger.warning(
+                "plain all-reduce from now on: %s", self.fallback.reason(self._job.nodes)
+            )
+        self._node.owned.segment.clear_failure()
+        for fd, wanted in self._interest.items():
+            if wanted:
+                self._epoll.unregister(fd)
+        self._interest.clear()
+        for flow in self._flows:
+            flow.close()
+        self._flows.clear()
+        self._open.clear()
+        rest = [ticket for ticket in tickets if ticket.leave_fast_path(self.fallback.chunk)]
+        self._incoming.extendleft(reversed(rest))
+        for ticket in tickets[: len(tickets) - len(rest)]:
+            self._last_completed = ticket.number
+            ticket.complete()
 
     def _leave(self) -> None:
         if self.error is None:
@@ -269,7 +350,7 @@ class Loop:
         self._epoll.close()
         self._idle.close()
         os.close(doorbell)
-        self._release()
+        self._job.close()
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -299,28 +380,67 @@ class Loop:
     def _admit(self) -> None:
         while self._incoming:
             ticket = self._incoming[0]
+            if isinstance(ticket.work, Collective) and self.fallback is not None:
+                ticket.leave_fast_path(0)
             if isinstance(ticket.work, Collective):
                 if not self.pipeline.busy:
                     self._last_move = time.monotonic()
                 self._open[ticket.number] = ticket
                 self._incoming.popleft()
+                self._unsettled = True
                 line = ticket.work.line
                 if self.pipeline.busy or line is None:
                     self.pipeline.enqueue(ticket.work)
-                elif not self._straight.run(line, ticket.number, ticket.tensor.data_ptr()):
+                    continue
+                ticket.work.first = self.pipeline.end
+                if not self._straight.run(line, ticket.number, ticket.tensor.data_ptr()):
                     self._complete(ticket.number)
             elif self.pipeline.busy:
                 return
-            else:
+            elif isinstance(ticket.work, GroupWork | Broken) or self._settled():
                 self._open[ticket.number] = ticket
                 self._incoming.popleft()
-                if isinstance(ticket.work, GroupWork):
-                    assert self._groups is not None
-                    self._last_move = time.monotonic()
-                    self._groups.do(ticket.work)
-                else:
-                    self._reduce_plainly(ticket.work)
+                self._do(ticket)
                 self._complete(ticket.number)
+
+    def _settled(self) -> bool:
+        """See that no rank needs this one on the fast path, before gloo blocks it.
+
+        Return False where one did: what it lacked comes first.
+        """
+        recovery = self._recovery
+        if not self._unsettled or self.fallback is not None or recovery is None:
+            return True
+        self._unsettled = False
+        if self._in_touch(lambda: recovery.agree(failed=False)):
+            return True
+        self._fall_back(None)
+        return False
+
+    def _do(self, ticket: Ticket) -> None:
+        """Do what is not for the pipeline, which must be idle."""
+        work = ticket.work
+        if isinstance(work, Broken):
+            me = self.pipeline.rank
+            raise ExecutionError(f"rank {me}: {work.why}", ranks=(me,), stage=Stage.FLAT)
+        if isinstance(work, GroupWork):
+            assert self._groups is not None
+            if self.fallback is not None:
+                raise ExecutionError(
+                    "codecs need the fast path, which the job has left: "
+                    + self.fallback.reason(self._job.nodes)
+                )
+            self._last_move = time.monotonic()
+            self._groups.do(work)
+            return
+        assert not isinstance(work, Collective)
+        try:
+            self._in_touch(work)
+        except ExecutionError:
+            raise
+        except Exception as error:  # the others are at work on it: no way back
+            text = f"{type(error).__name__}: {error}"
+            raise ExecutionError(text, ranks=(self.pipeline.rank,), stage=Stage.FLAT) from error
 
     def _attend(self, errand: Errand) -> None:
         """Do an errand of a group to its end, waiting as for the pipeline."""
@@ -343,21 +463,38 @@ class Loop:
         self._complete(collective.number)
 
     def _complete(self, number: int) -> None:
+        self._last_completed = number
         self._open.pop(number).complete()
 
-    def _reduce_plainly(self, work: Callable[[], None]) -> None:
+    def _in_touch(self, call: Callable[[], _T]) -> _T:
+        """Return what a call returns that needs gloo; if that fails, find out why."""
         try:
-            work()
-        except DisagreementError:
-            raise
+            return call()
         except RuntimeError as error:
-            # Gloo knows an address at best; who sees the culprit tells the others.
-            end = time.monotonic() + _NEWS_S
-            while time.monotonic() < end:
-                for flow in self._flows:
-                    flow.receive(self.pipeline)
-                self._block(_RECHECK_S)
-            raise ExecutionError(f"gloo: {error}", stage=Stage.FLAT) from error
+            if isinstance(error, ExecutionError) and not isinstance(error, Unreachable):
+                raise
+            self._ask_for_news()
+            raise LostTouch(f"gloo: {error}", stage=Stage.FLAT) from error
+
+    def _ask_for_news(self) -> None:
+        # Gloo knows an address at best; who sees the culprit tells the others.
+        end = time.monotonic() + _NEWS_S
+        discard = Discard()
+        self._asking = True
+        while time.monotonic() < end:
+            for flow in self._flows:
+                if not flow.ended:
+                    self._hear(flow, discard)
+            self._block(_RECHECK_S)
+
+    def _hear(self, flow: Flow, discard: Discard) -> None:
+        try:
+            flow.receive(discard)
+        except Aborted as error:
+            if not self._failure(error).recoverable:
+                raise
+        except BadFrame:
+            flow.ended = True
 
     def _wait(self) -> None:
         now = time.monotonic()
@@ -393,19 +530,21 @@ class Loop:
     def _look_for_failures(self) -> None:
         for rank, data in self._node.failures():
             failure = decode_failure(data, rank)
+            if failure.recoverable and (self._asking or self.fallback is not None):
+                continue
             if not failure.left:
-                raise _Reported(failure)
+                raise Reported(failure)
             self._require_not_needed(rank, f"rank {rank} closed its communicator")
         for rank in self._ended:
             self._require_not_needed(rank, f"the process of rank {rank} ended")
 
     def _require_not_needed(self, rank: int, what: str) -> None:
         # A rank that has finished every open collective may go: what it published stays mapped.
-        if self.pipeline.busy:
+        if self.pipeline.busy and not self._asking:
             if needs(self.pipeline, rank):
                 stage = waits_for(self.pipeline).stage
                 raise ExecutionError(what, ranks=(rank,), stage=stage)
-        elif self._open:  # gloo needs every rank to the end
+        elif self._open or self._asking:  # gloo needs every rank to the end
             raise ExecutionError(what, ranks=(rank,), stage=Stage.FLAT)
 
     def _register_flows(self) -> None:
@@ -435,16 +574,25 @@ class Loop:
         who = f"ranks {list(wait.ranks)} {wait.what}" if wait.ranks else "nothing moves"
         raise ExecutionError(f"{why}: {who}", ranks=wait.ranks, stage=wait.stage)
 
-    def _fail(self, error: BaseException) -> None:
+    def _failure(self, error: BaseException) -> Failure:
+        """Return the report for an exception of this rank, or the one that it carries."""
         stage: str = Stage.FLAT
+        number = min(self._open, default=-1)
         if self.pipeline.busy:
             stage = waits_for(self.pipeline).stage
-        failure = (
-            error.failure
-            if isinstance(error, _Reported)
-            else failure_of(error, self.pipeline.rank, stage)
-        )
-        final = failure.error(self.pipeline.rank)
+            chunk = self.pipeline.chunks.get(self.pipeline.next_out)
+            number = number if chunk is None else chunk.collective.number
+        return failure_of(error, self.pipeline.rank, stage, number)
+
+    def _tell(self, failure: Failure) -> None:
+        data = failure.encode()
+        self._node.owned.segment.write_failure(data)
+        self._node.wake_everyone()
+        abort_all(self._flows, data.decode())
+
+    def _fail(self, error: BaseException) -> None:
+        failure = msgspec.structs.replace(self._failure(error), recoverable=False)
+        final = failure.error(self.pipeline.rank, self._job.nodes, self._last_completed)
         final.__cause__ = None if isinstance(error, ExecutionError) else error
         with self._lock:
             self.error = final
@@ -453,17 +601,13 @@ class Loop:
             self._incoming.clear()
         try:
             # The peers first: who learns of it here may end the process.
-            data = failure.encode()
-            self._node.owned.segment.write_failure(data)
-            self._node.wake_everyone()
-            abort_all(self._flows, data.decode())
+            self._tell(failure)
+            self._job.cut()
             logger.error("%s", final)
         finally:
             for ticket in tickets:
                 ticket.fail(final)
 
 
-class _Reported(ExecutionError):  # noqa: N818 - carries a peer's report to `_fail`
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text, ranks=failure.ranks, stage=failure.stage)
-        self.failure = failure
+class LostTouch(ExecutionError):  # noqa: N818 - an event that the loop turns into a message
+    """Gloo cannot reach a rank, and nobody says why."""

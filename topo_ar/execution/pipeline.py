@@ -3,6 +3,10 @@
 Chunks of all collectives form one endless sequence, so the first chunk of a bucket moves while the
 tail of the one before is still on the wire. Each lane handles chunks in order and looks only at its
 next one; memory is a few slots per lane, and a lane waits until its slot is free again.
+
+What `recovery` relies on: a chunk of the caller's buffer is untouched input until `next_out` has
+passed it, and the final result from then on; a result stays in its slot on every node that has had
+it until all ranks of the job have copied it out (see `RESULT_SLOTS`).
 """
 
 import os
@@ -19,7 +23,7 @@ from topo_ar.execution.kernels import Array
 from topo_ar.execution.program import Segment
 from topo_ar.execution.transports.segment import Counter
 from topo_ar.execution.transports.shm import Node
-from topo_ar.execution.transports.tcp import Flow, Kind
+from topo_ar.execution.transports.tcp import BadFrame, Flow, Kind
 from topo_ar.planning.schedule import Stage
 
 SUM_SLOTS = 4
@@ -99,6 +103,13 @@ class Pipeline:
         self.next_in = self.next_reduce = index
         if published:
             self.next_add = self.next_publish = index
+
+    def abandon(self) -> None:
+        """Forget every chunk, and what was still to come for it: the lanes run no more."""
+        self.chunks.clear()
+        self.next_in = self.next_reduce = self.next_add = self.next_publish = self.end
+        self.next_out = self.end
+        self._frames = 0
 
     def turn(self) -> bool:
         """Try every lane once, nearest to the wire first; return whether anything moved."""
@@ -206,12 +217,12 @@ class Pipeline:
     def _add(self) -> bool:
         index = self.next_add
         chunk = self.chunks[index]
-        if chunk.program.segments:
-            if chunk.awaited or not self.node.result_free(index):
-                return False
-            for segment in chunk.program.segments:
-                if segment.part[1] > segment.part[0]:
-                    self._add_segment(index, chunk, segment)
+        # Also where this rank has no share: its next contribution must not come too early.
+        if chunk.awaited or not self.node.result_free(index):
+            return False
+        for segment in chunk.program.segments:
+            if segment.part[1] > segment.part[0]:
+                self._add_segment(index, chunk, segment)
         chunk.added = True
         self.next_add = index + 1
         return True
@@ -254,9 +265,9 @@ class Pipeline:
         begin = time.monotonic()
         target = self._input(chunk, program.begin, program.end)
         np.copyto(target, self._result(index, chunk, program.begin, program.end))
+        self.next_out = index + 1
         self._span(Stage.INTRA_ALL_GATHER, index, "copy out", begin)
         chunk.copied_out = True
-        self.next_out = index + 1
         self._retire(index, chunk)
         if self.next_out == chunk.collective.end:
             self.finished(chunk.collective)
@@ -275,7 +286,9 @@ class Pipeline:
             )
         if index >= self.end:
             return None
-        chunk = self.chunks[index]
+        chunk = self.chunks.get(index)
+        if chunk is None:
+            raise BadFrame(flow.rank, f"of chunk {index}, which is done")
         if fingerprint != chunk.collective.fingerprint:
             raise ExecutionError(
                 f"collective {chunk.collective.number}: rank {flow.rank} runs another size, dtype, "
@@ -286,8 +299,9 @@ class Pipeline:
             )
         if not chunk.wire_begin:
             chunk.wire_begin = time.monotonic()
-        segments = chunk.program.segments
-        place = segments[segment - segments[0].number]
+        place = chunk.program.segment(segment, flow.rank)
+        if place is None or flow.outstanding <= 0 or (kind == Kind.RESULT and not place.parts):
+            raise BadFrame(flow.rank, f"of chunk {index} that nobody waits for")
         if kind == Kind.RESULT:
             if not self.node.result_free(index):
                 return None

@@ -90,6 +90,13 @@ class ChunkProgram:
     gathering: int = 0
     arriving_numel: int = 0
 
+    def segment(self, number: int, peer: int) -> Segment | None:
+        """Return the segment of that number if `peer` has a part in it, else None."""
+        for segment in self.segments:
+            if segment.number == number and peer in segment.rail:
+                return segment
+        return None
+
 
 def compile_program(
     schedule: Schedule, rank: int, slot_nbytes: int

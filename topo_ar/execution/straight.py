@@ -25,6 +25,7 @@ from topo_ar.execution.transports.segment import (
     FINGERPRINT_SLOTS,
     FUTEX,
     RESULT_SLOTS,
+    RESULT_WINDOW,
     STAGING_SLOTS,
     Counter,
 )
@@ -150,7 +151,7 @@ class Straight:
         pipeline = self._pipeline
         index = pipeline.end
         if (index >= self._free and not self._frees(index)) or pipeline.spans is not None:
-            collective = _collective(line, number, pointer)
+            collective = collective_of(line, number, pointer)
             pipeline.enqueue(collective)
             return collective
         if line.growths != pipeline.growths:
@@ -177,7 +178,7 @@ class Straight:
                 _yield()
             else:
                 if not self._sleeps_until(_PUBLISHED, index, [owner]):
-                    collective = _collective(line, number, pointer)
+                    collective = collective_of(line, number, pointer)
                     pipeline.adopt(collective, published=True)
                     return collective
             _memmove(pointer, line.result[index % RESULT_SLOTS], line.nbytes)
@@ -192,7 +193,7 @@ class Straight:
     def _frees(self, index: int) -> bool:
         """Tell whether the slots of chunk `index` are free, as the lanes would."""
         least = self._node.least
-        self._free = min(least(_REDUCED) + STAGING_SLOTS, least(_COPIED_OUT) + RESULT_SLOTS)
+        self._free = min(least(_REDUCED) + STAGING_SLOTS, least(_COPIED_OUT) + RESULT_WINDOW)
         return index < self._free
 
     def _rouse(self, after: int, *counters: int) -> None:
@@ -204,11 +205,11 @@ class Straight:
         pipeline, mine, kernel = self._pipeline, self._mine, line.kernel
         after = index + 1
         if not self._brought(index):
-            collective = _collective(line, number, pointer)
+            collective = collective_of(line, number, pointer)
             pipeline.adopt(collective)
             return collective
         if self._node.differing(number, line.fingerprint):
-            pipeline.check_fingerprints(_collective(line, number, pointer))
+            pipeline.check_fingerprints(collective_of(line, number, pointer))
         sources = line.sources[index % STAGING_SLOTS]
         result = line.results[index % RESULT_SLOTS]
         with np.errstate(all="ignore"):
@@ -254,7 +255,7 @@ class Straight:
                 arrived += 1
         if arrived == len(line.flows):
             return None
-        collective = _collective(line, number, pointer)
+        collective = collective_of(line, number, pointer)
         chunk = pipeline.adopt(collective, reduced=True)
         adopted.append(chunk)
         pipeline.frames_unsent(chunk, unsent)
@@ -308,7 +309,8 @@ def _arrives(flow: Flow, header: bytes, target: memoryview) -> bool:
     return False
 
 
-def _collective(line: Line, number: int, pointer: int) -> Collective:
+def collective_of(line: Line, number: int, pointer: int) -> Collective:
+    """Return the collective of a line for the lanes."""
     memory = memoryview((ctypes.c_char * line.nbytes).from_address(pointer)).cast("B")
     return Collective(
         number=number,

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,19 +60,39 @@ class GroupWork:
     fingerprint: int
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """What a rank cannot do, and why; it ends the job when its turn comes."""
+
+    why: str
+
+
 @dataclass(slots=True)
 class Ticket:
     """One call of all_reduce, or of what is done with groups.
 
     `work` is a `Collective` for the pipeline, a `GroupWork`, or a function that reduces by the
-    plain path; `on_done` runs before anyone who waits for the future learns of it.
+    plain path; `on_done` runs before anyone who waits for the future learns of it. `plain` reduces
+    the tensor of a `Collective`, or the rest of it, where the fast path has to be left.
     """
 
     number: int
     tensor: torch.Tensor
     future: Pending
-    work: Collective | GroupWork | Callable[[], None]
+    work: Collective | GroupWork | Broken | Callable[[], None]
     on_done: Callable[[], None] | None = None
+    plain: Callable[[torch.Tensor], None] | None = None
+
+    def leave_fast_path(self, chunk: int) -> bool:
+        """Leave what begins with chunk number `chunk` to `plain`; tell whether that is anything."""
+        assert isinstance(self.work, Collective)
+        assert self.plain is not None
+        at = max(0, chunk - self.work.first)
+        if at >= len(self.work.program):
+            return False
+        begin = self.work.program[at].begin
+        self.work = partial(self.plain, _elements(self.tensor)[begin:])
+        return True
 
     def complete(self) -> None:
         """Complete the future; a mistake of the caller's fails the caller's future, not the job."""
@@ -89,3 +110,9 @@ class Ticket:
         """Fail the future, unless somebody has completed it."""
         if not self.future.done():
             self.future.set_exception(error)  # type: ignore[arg-type]
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the flat tensor whose elements the chunks of a collective count."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)

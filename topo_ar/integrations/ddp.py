@@ -62,6 +62,11 @@ class Handle:
         """The exception behind a failed step, with its class; DDP only reports the text."""
         return self.communicator.error or self.hook.error
 
+    @property
+    def fallbacks(self) -> int:
+        """How often a failure made all ranks leave the fast path; see `Communicator`."""
+        return self.communicator.fallbacks
+
     def trace(self) -> BucketTrace:
         """Return the bucket trace of the last steps."""
         return self._recorder.snapshot(self.communicator.world_size)

@@ -19,7 +19,7 @@ from topo_ar.topology.levels import Levels
 # The engine for CPU tensors: pages of counters and slots in the segment of each rank, and slots of
 # sums and arrivals. A test compares them with the engine.
 SEGMENT_HEADER_NBYTES = 2 * 4096
-SEGMENT_SLOTS = 7
+SEGMENT_SLOTS = 11
 SUM_SLOTS = 4
 
 _MASTER = "-master"

@@ -21,7 +21,11 @@ from numpy.typing import NDArray
 
 FAILURE_NBYTES = 2048
 STAGING_SLOTS = 3
-RESULT_SLOTS = 4
+# How many results of a node may be there before all its ranks have copied them out.
+RESULT_WINDOW = 4
+# A rank contributes to a chunk only when its node has copied out the one this many before it: a
+# result that any rank of the job lacks is still whole on every node that has had it.
+RESULT_SLOTS = 2 * RESULT_WINDOW
 FINGERPRINT_SLOTS = 8
 
 _PAGE = 4096
@@ -45,6 +49,7 @@ class Counter:
     COPIED_OUT: Final = 3 * _WORDS_PER_LINE
     ASLEEP: Final = 4 * _WORDS_PER_LINE
     FAILED: Final = 5 * _WORDS_PER_LINE
+    REPORTS: Final = FAILED + 1
     FINGERPRINTS: Final = 6 * _WORDS_PER_LINE
     # Of the operations of groups: rounds that this rank has posted and read, both only growing, and
     # whether it waits for other nodes. One line: nobody else writes them.
@@ -99,14 +104,25 @@ class Segment:
 
     def write_failure(self, data: bytes) -> None:
         """Leave at most `FAILURE_NBYTES` bytes for the peers and raise the FAILED flag."""
+        count = self.words[Counter.REPORTS] + 1
+        self.words[Counter.FAILED] = 0
         self.memory[_TEXT_AT : _TEXT_AT + 2] = len(data).to_bytes(2, "little")
         self.memory[_TEXT_AT + 2 : _TEXT_AT + 2 + len(data)] = data
-        self.words[Counter.FAILED] = 1
+        self.words[Counter.REPORTS] = self.words[Counter.FAILED] = count
 
-    def read_failure(self) -> bytes:
-        """Return what the segment's owner left."""
+    def read_failure(self) -> bytes | None:
+        """Return what the segment's owner left while its FAILED flag is up, else None."""
+        count = self.words[Counter.FAILED]
+        if not count:
+            return None
         length = int.from_bytes(self.memory[_TEXT_AT : _TEXT_AT + 2], "little")
-        return self.memory[_TEXT_AT + 2 : _TEXT_AT + 2 + length]
+        data = self.memory[_TEXT_AT + 2 : _TEXT_AT + 2 + length]
+        # A second report may have been written meanwhile.
+        return data if self.words[Counter.FAILED] == count else None
+
+    def clear_failure(self) -> None:
+        """Lower the FAILED flag: the job goes on without what failed."""
+        self.words[Counter.FAILED] = 0
 
     @property
     def asleep_at(self) -> int:

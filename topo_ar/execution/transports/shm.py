@@ -15,7 +15,7 @@ from topo_ar.execution.futex import wake
 from topo_ar.execution.transports.segment import (
     FINGERPRINT_SLOTS,
     FUTEX,
-    RESULT_SLOTS,
+    RESULT_WINDOW,
     STAGING_SLOTS,
     Counter,
     Owned,
@@ -114,8 +114,8 @@ class Node:
         return index < self.least(Counter.REDUCED) + STAGING_SLOTS
 
     def result_free(self, index: int) -> bool:
-        """Tell whether chunk `index` may be written: every rank has copied out the slot's last."""
-        return index < self.least(Counter.COPIED_OUT) + RESULT_SLOTS
+        """Tell whether chunk `index` may be written: it is in the window of every rank."""
+        return index < self.least(Counter.COPIED_OUT) + RESULT_WINDOW
 
     def result(self, index: int) -> NDArray[np.uint8]:
         """Return the node's result slot of chunk `index`; it lies with the lowest rank."""
@@ -124,9 +124,9 @@ class Node:
     def failures(self) -> list[tuple[int, bytes]]:
         """Return rank and report of every peer that has raised its FAILED flag."""
         return [
-            (peer.rank, peer.segment.read_failure())
+            (peer.rank, data)
             for peer in self.peers
-            if peer.segment.words[Counter.FAILED]
+            if (data := peer.segment.read_failure()) is not None
         ]
 
 

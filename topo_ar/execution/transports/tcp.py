@@ -39,6 +39,9 @@ class Kind(IntEnum):
     GROUP = 5
 
 
+_DATA: Final = (Kind.EXCHANGE, Kind.CONTRIBUTION, Kind.RESULT, Kind.GROUP)
+
+
 class Receiver(Protocol):
     """Where arriving frames go."""
 
@@ -51,8 +54,28 @@ class Receiver(Protocol):
         """Take note that a frame is complete."""
 
 
+class Discard:
+    """A receiver that is interested in reports only."""
+
+    def destination(
+        self, flow: "Flow", kind: int, index: int, fingerprint: int, segment: int
+    ) -> memoryview | None:
+        """Return memory that nobody reads."""
+        return memoryview(bytearray(flow.size))
+
+    def arrived(self, flow: "Flow", kind: int, index: int) -> None:
+        """Take no note."""
+
+
 class PeerGone(ExecutionError):  # noqa: N818 - an event that the loop turns into a message
-    """The other end of a flow closed it."""
+    """A flow ended: the peer died or left, or only the connection broke."""
+
+
+class BadFrame(ExecutionError):  # noqa: N818 - an event that the loop turns into a message
+    """What came from a peer cannot be what it sent."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(f"rank {rank} sent a frame {what}", ranks=(rank,))
 
 
 class Flow:
@@ -66,6 +89,8 @@ class Flow:
         A frame is waiting in the socket for its destination to become free.
     unexpected : bool
         `receive_known` met another frame than the one that it was to read.
+    ended : bool
+        The peer has said its last words, or the connection is gone.
     """
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
@@ -78,6 +103,7 @@ class Flow:
         self.rank = rank
         self.outstanding = 0
         self.gated = False
+        self.ended = False
         self._queue: deque[tuple[memoryview, memoryview, Callable[[], None]]] = deque()
         self._sent_of_head = 0
         self._low_water = 1
@@ -220,23 +246,24 @@ class Flow:
             _HEADER.unpack(self._header)
         )
         if magic != _MAGIC:
-            raise ExecutionError(
-                f"the stream from rank {self.rank} is not ours (magic {magic:#x}); "
-                "are all ranks on the same version of topo_ar?",
-                ranks=(self.rank,),
+            raise BadFrame(
+                self.rank,
+                f"that is not ours (magic {magic:#x}); are all ranks on the same version of "
+                "topo_ar?",
             )
 
     def _find_target(self, receiver: Receiver) -> memoryview | None:
         if self._kind == Kind.ABORT:
             return memoryview(bytearray(min(self._size, _TEXT_LIMIT_NBYTES)))
+        if self._kind not in _DATA:
+            raise BadFrame(self.rank, f"of the unknown kind {self._kind}")
         target = receiver.destination(
             self, self._kind, self._index, self._fingerprint, self._segment
         )
         if target is not None and target.nbytes != self._size:
-            raise ExecutionError(
-                f"rank {self.rank} sent {self._size} bytes for chunk {self._index} where "
-                f"{target.nbytes} were expected; all ranks must pass tensors of one size",
-                ranks=(self.rank,),
+            raise BadFrame(
+                self.rank,
+                f"of {self._size} bytes for chunk {self._index}, not of {target.nbytes}",
             )
         return target
 
@@ -268,6 +295,7 @@ class Flow:
         return count
 
     def _gone(self, error: OSError | None) -> PeerGone:
+        self.ended = True
         cause = f" ({errno.errorcode.get(error.errno or 0, error)})" if error else ""
         return PeerGone(
             f"rank {self.rank} closed its connection{cause}: it died or left the job",
@@ -275,6 +303,7 @@ class Flow:
         )
 
     def _aborted(self, text: bytes | bytearray | memoryview) -> "Aborted":
+        self.ended = True
         return Aborted(bytes(text).decode(errors="replace"), ranks=(self.rank,))
 
     def _last_words(self) -> "Aborted | None":
