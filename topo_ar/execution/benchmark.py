@@ -25,6 +25,7 @@ from topo_ar.planning.plan import Plan
 from topo_ar.telemetry.metrics import algbw, busbw, slow_link_busbw
 
 PLANNED = "plan:"
+ZERO_COPY = "plan:zero-copy"
 LONE_LIMIT_NBYTES = 256 << 10
 _LONE_PAUSE_S = 0.01
 _SAMPLE_S = 0.25
@@ -42,8 +43,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Sizes from `large_nbytes` up take `large_iterations` samples where that is given. One planned
     all-reduce of `trace_nbytes` is recorded span by span. `against` names what the plan is measured
-    against in this job: ``gloo``, or `PLANNED` and a mode of `Communicator` such as
-    ``plan:equal``. `peers` are jobs of other libraries that take turns with this one.
+    against in this job: ``gloo``, `PLANNED` and a mode of `Communicator` such as ``plan:equal``, or
+    `ZERO_COPY`, the plan on buffers in shared memory. `peers` are jobs of other libraries that
+    take turns with this one.
     """
 
     sizes: tuple[int, ...]
@@ -112,6 +114,7 @@ class _Bench:
         self.op = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[config.op]
         self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
         self._buffer = torch.empty(0, dtype=self.dtype)
+        self._shared: dict[int, torch.Tensor] = {}
         self._lost: dict[str, str] = {}
         self._planned = {"plan": communicator} | {
             name: self._other(name.removeprefix(PLANNED))
@@ -125,9 +128,12 @@ class _Bench:
             yield Own("gloo", self._flat, self._zeros, self.op, self._gloo)
         for name, communicator in self._planned.items():
             call = partial(communicator.all_reduce_sync, op=self.op)
-            yield Own(name, call, self._zeros, self.op, self._gloo)
+            zeros = self._zeros if name != ZERO_COPY else partial(self._shared_zeros, communicator)
+            yield Own(name, call, zeros, self.op, self._gloo)
 
     def _other(self, mode: str) -> Communicator:
+        if PLANNED + mode == ZERO_COPY:
+            mode = self.config.plan
         return Communicator(
             topology=self.communicator.topology, plan=mode, timeout_s=self.config.timeout_s
         )
@@ -154,6 +160,16 @@ class _Bench:
         if self._buffer.nbytes != nbytes:
             self._buffer = torch.zeros(nbytes // self.dtype.itemsize, dtype=self.dtype)
         return self._buffer
+
+    def _shared_zeros(self, communicator: Communicator, nbytes: int) -> torch.Tensor:
+        """Return a buffer that co-located ranks read where it lies."""
+        shared = self._shared.get(nbytes)
+        if shared is None:
+            shared = self._shared[nbytes] = torch.zeros(
+                nbytes // self.dtype.itemsize, dtype=self.dtype
+            )
+            communicator.share(shared).wait()
+        return shared
 
     def calibrate(self) -> dict[str, list[tuple[int, float]]]:
         """Time every candidate at sizes that are not asked for."""

@@ -107,12 +107,13 @@ class Own:
         zeros = self._zeros(nbytes)
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         pattern = torch.arange(zeros.numel()) % 7
-        tensor = (pattern + rank % 5).to(zeros.dtype)
+        tensor = zeros.copy_(pattern + rank % 5)
         expected = (pattern * world_size + sum(rank % 5 for rank in range(world_size))).double()
         if self._op == dist.ReduceOp.AVG:
             expected /= world_size
         self._call(tensor)
         wrong = torch.tensor([int((tensor != expected.to(zeros.dtype)).sum())])
+        tensor.zero_()
         dist.all_reduce(wrong, group=self._group)
         return int(wrong)
 

@@ -42,6 +42,7 @@ from topo_ar.execution.program import node_program
 from topo_ar.execution.rail_group import RailGroup
 from topo_ar.execution.reach import is_equal, rail_of
 from topo_ar.execution.recovery import Recovery
+from topo_ar.execution.shared_inputs import STAGED, SharedInputs
 from topo_ar.execution.straight import Line
 from topo_ar.execution.ticket import GroupWork, Pending, Ticket
 from topo_ar.execution.torch_private import backend_of
@@ -127,7 +128,8 @@ class Communicator:
         self._job = job = Job(group, timeout_s, SLOT_NBYTES)
         self.rank, self.world_size = job.channel.rank, job.channel.world_size
         self.nodes = job.nodes
-        pipeline = Pipeline(job.node, self.rank, job.flows, SLOT_NBYTES)
+        self._shared = SharedInputs(job.channel, job.node)
+        pipeline = Pipeline(job.node, self.rank, job.flows, SLOT_NBYTES, self._shared)
         recovery = None
         # The plain path has no fixed order; debug mode is there to show what fails.
         if job.control is not None and not reproducible and not self._debug:
@@ -350,6 +352,34 @@ class Communicator:
         """
         return self._submit(torch.empty(0), partial(self._agreement.require_equal, facts))
 
+    def share(self, tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+        """Let co-located ranks read `tensor` where it lies when it is reduced. Collective.
+
+        Its storage moves into shared memory, with all views of it, and is held until `close`. All
+        ranks share tensors in the same order; where a rank cannot, for want of room in /dev/shm,
+        what it has is copied in as before. Worth it where memory and cores are the limit, not the
+        wire.
+
+        Parameters
+        ----------
+        tensor : Tensor
+            Strided, on the CPU.
+
+        Returns
+        -------
+        Future
+            Complete when all ranks have mapped it.
+
+        Raises
+        ------
+        ValueError
+            If it is not a strided tensor on the CPU.
+        """
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise ValueError("only strided tensors on the CPU can be shared")
+        fd = self._shared.offer(tensor)
+        return self._submit(tensor, partial(self._shared.register, tensor, fd))
+
     def _submit(
         self,
         tensor: torch.Tensor,
@@ -473,6 +503,7 @@ class Communicator:
             kernel=kernel,
             buffer=kernel.view(_real(tensor)),
             line=line,
+            source=STAGED if prepared.straight else self._shared.source(tensor),
         )
 
     def _all_reduce_in_node(self, tensor: torch.Tensor) -> None:
@@ -539,6 +570,7 @@ class Communicator:
         self._lines.clear()  # their views would keep the memory mapped
         self._entrance.drain(timeout_s)
         self._loop.close(timeout_s)
+        self._shared.close()
         if self._nccl is not None:
             self._nccl.close()
 

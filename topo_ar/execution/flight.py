@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from topo_ar.execution.kernels import Array, Kernel
 from topo_ar.execution.program import ChunkProgram
 from topo_ar.planning.schedule import Stage
@@ -24,7 +27,11 @@ class Span:
 
 @dataclass(slots=True)
 class Collective:
-    """One all-reduce in flight on this rank; `line` is set if it needs no lanes when they idle."""
+    """One all-reduce in flight on this rank; `line` is set if it needs no lanes when they idle.
+
+    `source` tells co-located ranks where this rank's input lies, see `SharedInputs`; `inputs` are
+    this rank's views of theirs, None for those that copy theirs to the staging slots.
+    """
 
     number: int
     fingerprint: int
@@ -32,6 +39,8 @@ class Collective:
     kernel: Kernel
     buffer: Array
     line: "Line | None" = None
+    source: int = 0
+    inputs: list[NDArray[np.uint8] | None] | None = None
     first: int = 0
 
     @property

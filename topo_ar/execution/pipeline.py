@@ -21,6 +21,7 @@ from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Chunk, Collective, Span
 from topo_ar.execution.kernels import Array
 from topo_ar.execution.program import Segment
+from topo_ar.execution.shared_inputs import SharedInputs
 from topo_ar.execution.transports.segment import Counter
 from topo_ar.execution.transports.shm import Node
 from topo_ar.execution.transports.tcp import BadFrame, Flow, Kind
@@ -42,9 +43,18 @@ class Pipeline:
         A flow to every peer on another node that a program may name.
     slot_nbytes : int
         Capacity of one slot.
+    shared : SharedInputs
+        Buffers that are read where they lie.
     """
 
-    def __init__(self, node: Node, rank: int, flows: dict[int, Flow], slot_nbytes: int) -> None:
+    def __init__(
+        self,
+        node: Node,
+        rank: int,
+        flows: dict[int, Flow],
+        slot_nbytes: int,
+        shared: SharedInputs,
+    ) -> None:
         self.node = node
         self.rank = rank
         self.flows = flows
@@ -53,6 +63,7 @@ class Pipeline:
         self.next_in = self.next_reduce = self.next_add = self.next_publish = self.next_out = 0
         self.finished: Callable[[Collective], None] = lambda collective: None
         self.spans: list[Span] | None = None
+        self.shared = shared
         self.errand: Errand | None = None
         self._used: dict[int, Flow] = {}  # flows that a program has named so far
         self._next_free = 0
@@ -142,8 +153,9 @@ class Pipeline:
             return False
         chunk = self.chunks[index]
         if index == chunk.collective.first:
-            node.write_fingerprint(chunk.collective.number, chunk.collective.fingerprint)
-        if node.peers:
+            collective = chunk.collective
+            node.announce(collective.number, collective.fingerprint, collective.source)
+        if node.peers and not chunk.collective.source:
             source = self._input(chunk, chunk.program.begin, chunk.program.end)
             slot = node.owned.segment.staging(index)
             begin = time.monotonic()
@@ -163,8 +175,9 @@ class Pipeline:
         if program.shard_end > program.shard_begin:
             if node.least(Counter.COPIED_IN) <= index or not self._reducible(index, chunk):
                 return False
-            if index == chunk.collective.first:
+            if chunk.collective.inputs is None:
                 self.check_fingerprints(chunk.collective)
+                chunk.collective.inputs = self._inputs(chunk.collective)
             begin = time.monotonic()
             self._reduce_shard(index, chunk)
             self._span(Stage.INTRA_REDUCE_SCATTER, index, "reduce", begin)
@@ -177,6 +190,18 @@ class Pipeline:
             return self.node.result_free(index)
         before = self.chunks.get(index - SUM_SLOTS)
         return before is None or (before.added and before.unsent == 0)
+
+    def _inputs(self, collective: Collective) -> list[NDArray[np.uint8] | None]:
+        """Return views of what the co-located ranks did not copy to their staging slots."""
+        found: list[NDArray[np.uint8] | None] = []
+        for local, source in enumerate(self.node.sources(collective.number)):
+            if not source:
+                found.append(None)
+            elif local == self.node.local_rank:
+                found.append(collective.buffer.view(np.uint8))
+            else:
+                found.append(self.shared.view(local, source, collective.buffer.nbytes))
+        return found
 
     def check_fingerprints(self, collective: Collective) -> None:
         """Refuse a collective that co-located ranks take for another one."""
@@ -195,9 +220,12 @@ class Pipeline:
         begin, end = program.shard_begin, program.shard_end
         kernel = collective.kernel
         if self.node.peers:
+            assert collective.inputs is not None
             sources = [
                 self._slice(segment.staging(index), chunk, begin, end)
-                for segment in self.node.segments
+                if whole is None
+                else whole.view(kernel.storage)[begin:end]
+                for segment, whole in zip(self.node.segments, collective.inputs, strict=True)
             ]
         else:
             sources = [self._input(chunk, begin, end)]

@@ -158,6 +158,7 @@ class Straight:
             line.look(pipeline)
         mine, after = self._mine, index + 1
         mine[_FINGERPRINTS + number % FINGERPRINT_SLOTS] = line.fingerprint
+        mine[Counter.SOURCES + number % FINGERPRINT_SLOTS] = 0
         _memmove(line.staging[index % STAGING_SLOTS], pointer, line.nbytes)
         if line.owner == self._local_rank:
             mine[_COPIED_IN] = after

@@ -119,3 +119,17 @@ def backend_of(group: "dist.ProcessGroup | None", device_type: str) -> str:
     """Return the name of the backend that `group` has for a type of device; empty if none."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}.get(device_type, "")
+
+
+def share_memory(storage: torch.UntypedStorage) -> int:
+    """Move a CPU storage into shared memory, with all views of it, and return its descriptor.
+
+    The descriptor is the storage's own and goes with it.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no room in /dev/shm.
+    """
+    fd, _ = storage._share_fd_cpu_()
+    return int(fd)

@@ -51,6 +51,7 @@ class Counter:
     FAILED: Final = 5 * _WORDS_PER_LINE
     REPORTS: Final = FAILED + 1
     FINGERPRINTS: Final = 6 * _WORDS_PER_LINE
+    SOURCES: Final = 7 * _WORDS_PER_LINE
     # Of the operations of groups: rounds that this rank has posted and read, both only growing, and
     # whether it waits for other nodes. One line: nobody else writes them.
     POSTED: Final = 7 * _WORDS_PER_LINE

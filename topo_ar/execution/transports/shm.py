@@ -96,9 +96,15 @@ class Node:
         """Say which counters this rank is about to block for: a mask of ``1 << counter``."""
         self._mine[Counter.ASLEEP] = counters
 
-    def write_fingerprint(self, ticket: int, fingerprint: int) -> None:
-        """Announce what this rank believes ticket number `ticket` to be."""
+    def announce(self, ticket: int, fingerprint: int, source: int) -> None:
+        """Say what this rank believes ticket number `ticket` to be, and where its input lies."""
         self._mine[Counter.FINGERPRINTS + ticket % FINGERPRINT_SLOTS] = fingerprint
+        self._mine[Counter.SOURCES + ticket % FINGERPRINT_SLOTS] = source
+
+    def sources(self, ticket: int) -> list[int]:
+        """Return where the inputs of all local ranks lie, as they announced it."""
+        at = Counter.SOURCES + ticket % FINGERPRINT_SLOTS
+        return [words[at] for words in self._words]
 
     def differing(self, ticket: int, fingerprint: int) -> tuple[int, ...]:
         """Return the ranks whose announced fingerprint of `ticket` is another one."""
