@@ -1,14 +1,19 @@
 """Buffers that co-located ranks read where they lie: right in every mix with copied ones."""
 
+import os
 import random
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import topo_ar
 from tests.jobs import blocks, communicator
 from topo_ar.execution import shared_inputs
+from topo_ar.execution.transports.segment import HOST_ID_ENV
 
 NUMELS = (300_000, 1_000_003)
 
@@ -71,3 +76,40 @@ def _refused(rank: int, world_size: int) -> str:
 
 def test_what_cannot_be_shared_is_refused(ranks) -> None:
     assert all("CPU" in text for text in ranks.run(_refused, 2))
+
+
+def _as_copied(rank: int, world_size: int, options: dict[str, object]) -> tuple[bool, int]:
+    os.environ[HOST_ID_ENV] = str(rank // 2)
+    models = []
+    for zero_copy in (False, True):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.SiLU())]
+        model = DistributedDataParallel(nn.Sequential(*layers), **options)
+        handle = topo_ar.attach(model, plan="hierarchical", timeout_s=20.0, zero_copy=zero_copy)
+        with handle:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            for step in range(6):
+                generator = torch.Generator().manual_seed(1000 * step + rank)
+                optimizer.zero_grad()
+                model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+                optimizer.step()
+            shared = len(handle.communicator._shared._mine)
+        models.append(model)
+    both = zip(*(model.parameters() for model in models), strict=True)
+    return all(torch.equal(a, b) for a, b in both), shared
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_cap_mb": 0.02},
+        {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=str,
+)
+def test_buckets_in_shared_memory_train_the_same_model(ranks, options) -> None:
+    found = ranks.run(_as_copied, 4, options, deadline_s=30.0)
+    assert [same for same, _ in found] == [True] * 4
+    assert all(shared > 0 for _, shared in found)

@@ -27,6 +27,7 @@ from topo_ar.integrations.compression_choice import AUTO, CompressionSettings, o
 from topo_ar.integrations.compression_state import State, load_state, saved_state
 from topo_ar.integrations.hook import EACH_PARAMETER, DDPHook
 from topo_ar.integrations.trace import Recorder
+from topo_ar.integrations.zero_copy import BucketSharing
 from topo_ar.planning.joint_reasons import cap_name
 from topo_ar.planning.plan import Plan
 from topo_ar.planning.policy import parse_policy
@@ -174,6 +175,7 @@ def attach(
     topology: Topology | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     reproducible: bool = False,
+    zero_copy: bool = False,
     compression: str | Mapping[str, str] = "none",
     policy: str = "exact",
     optimizer: object = None,
@@ -192,6 +194,8 @@ def attach(
         Without a communication hook.
     plan, topology, timeout_s, reproducible
         As for `Communicator`.
+    zero_copy : bool
+        Keep buckets in shared memory, see `Communicator.share`. With compression it has no effect.
     compression, policy, start_step, warm_up_steps, guard_steps
         See `CompressionSettings`.
     optimizer : Optimizer or str, optional
@@ -228,7 +232,7 @@ def attach(
         reproducible=reproducible,
     )
     try:
-        return _attached(ddp, communicator, plan, settings)
+        return _attached(ddp, communicator, plan, settings, zero_copy)
     except BaseException:
         communicator.close()
         raise
@@ -259,8 +263,12 @@ def _attached(
     communicator: Communicator,
     plan: str | Plan,
     settings: CompressionSettings,
+    zero_copy: bool,
 ) -> Handle:
+    require_equal(communicator.gather, {"zero_copy": str(zero_copy)})
     handle = _handles[ddp] = make_handle(ddp, communicator, plan, settings)
+    if zero_copy:
+        handle.hook.sharing = BucketSharing(communicator)
     ddp.register_comm_hook(None, handle.hook.hook)
     return handle
 
@@ -301,6 +309,7 @@ def ddp(
     topology: Topology | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     reproducible: bool = False,
+    zero_copy: bool = False,
     compression: str | Mapping[str, str] = "none",
     policy: str = "exact",
     optimizer: str = "",
@@ -321,7 +330,7 @@ def ddp(
         The model.
     plan, topology, timeout_s, reproducible
         As for `Communicator`.
-    compression, policy, optimizer, start_step, warm_up_steps, guard_steps
+    zero_copy, compression, policy, optimizer, start_step, warm_up_steps, guard_steps
         As for `attach`.
     **options
         Passed to DistributedDataParallel.
@@ -356,7 +365,7 @@ def ddp(
                 logger.info("bucket cap %s: %s %s", cap, planned.reason, planned.backward_source)
         model = DistributedDataParallel(module, **options)
         _check(model)
-        _attached(model, communicator, plan, settings)
+        _attached(model, communicator, plan, settings, zero_copy)
     except BaseException:
         communicator.close()
         raise

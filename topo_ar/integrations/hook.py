@@ -16,6 +16,7 @@ from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.torch_private import GradBucket
 from topo_ar.integrations.compressed import CompressedReduction
 from topo_ar.integrations.trace import Recorder
+from topo_ar.integrations.zero_copy import BucketSharing
 
 logger = logging.getLogger("topo_ar")
 
@@ -45,6 +46,8 @@ class DDPHook:
     ----------
     compression : CompressedReduction or None
         What reduces the buckets in place of the communicator.
+    sharing : BucketSharing or None
+        What keeps exact buckets in shared memory.
     advise : callable or None
         Called once, before the first bucket after 20 steps.
     error : BaseException or None
@@ -55,6 +58,7 @@ class DDPHook:
         self.communicator: Communicator | None = communicator
         self.recorder = recorder
         self.compression: CompressedReduction | None = None
+        self.sharing: BucketSharing | None = None
         self.advise: Callable[[], None] | None = None
         self.error: BaseException | None = None
 
@@ -82,6 +86,8 @@ class DDPHook:
                 on_done = partial(self.recorder.done, self.recorder.called(bucket, tensor))
             if self.compression is not None:
                 return self.compression.reduce(bucket, tensor, on_done)
+            if self.sharing is not None:
+                self.sharing.see(bucket.index(), tensor)
             return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done)
         except BaseException as error:
             self.error = error
@@ -97,5 +103,5 @@ class DDPHook:
             advise()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("communicator", "recorder", "compression", "advise", "error")
+        names = ("communicator", "recorder", "compression", "sharing", "advise", "error")
         return dict.fromkeys(names)
