@@ -14,7 +14,7 @@ from topo_ar.planning.lowering import lower
 from topo_ar.planning.plan import Plan
 from topo_ar.planning.traffic import bytes_sent
 
-SPECS = Path(__file__).parent / "data" / "specs"
+SPECS = Path(__file__).parent.parent / "experiments" / "specs"
 NUM_CALLS = 5
 NODE = '[[node]]\nranks = {}\nnics = ["2.5gbit"]\nrank_ids = {}\n'
 ROUND_ROBIN = NODE.format(2, [0, 2]) + NODE.format(2, [1, 3])
