@@ -59,9 +59,10 @@ class Target:
 
 
 GROUPS = (
-    Group("small", "2x4", "1gbit", "4K,64K", ("gloo", _HAN, _MPI), minutes=1.5),
-    Group("large", "2x4", "1gbit", "1M,4M,25MB", ("gloo", _HAN, _MPI), minutes=3),
+    Group("small", "2x4", "1gbit", "4K,64K", ("gloo", _HAN), minutes=1),
+    Group("large", "2x4", "1gbit", "1M,4M,25MB", ("gloo", _HAN), minutes=3),
     Group("largest", "2x4", "1gbit", "100MB", ("gloo", _HAN), 10, 2),
+    Group("defaults", "2x4", "1gbit", "4M,25MB", ("gloo", _MPI), 10, 2),
     Group("fast", "2x4", "10gbit", "25MB", ("gloo", _HAN, "plan:zero-copy"), minutes=1.5),
     Group("four-nodes", "4x2", "1gbit", "64K,4M,25MB", ("gloo", _HAN), minutes=2.5),
     Group("two-ranks", "2x2", "1gbit", "64K,4M,25MB", ("gloo", _HAN), minutes=2),
