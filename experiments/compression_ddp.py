@@ -30,6 +30,7 @@ from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.torch_private import GradBucket
 from topo_ar.integrations.compression_choice import CompressionSettings
 from topo_ar.integrations.ddp import Handle, make_handle
+from topo_ar.planning.policy import parse_policy
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, RecordWriter, manifest, read_records
 from topo_ar.units import format_seconds, format_size
@@ -321,11 +322,12 @@ def print_table(nic: str, records: list[Record]) -> None:
 
 
 def _print_auto(by_name: dict[str, Record], settings: Record) -> None:
-    codecs = ("none", *settings["codecs"])
-    best = min((by_name[name] for name in codecs), key=lambda r: r["median_seconds"])
+    allowed = {str(c) for c in parse_policy(settings["policy"], settings["optimizer"]).allowed}
+    admitted = ("none", *(name for name in settings["codecs"] if name in allowed))
+    best = min((by_name[name] for name in admitted), key=lambda r: r["median_seconds"])
     found = speedup_interval(by_name[AUTO]["seconds"], best["seconds"])
     print(
-        f"auto takes {found.ratio:.3f} [{found.low:.3f}, {found.high:.3f}] of the best, "
+        f"auto takes {found.ratio:.3f} [{found.low:.3f}, {found.high:.3f}] of the best admitted, "
         f"{best['candidate']}; it chose {by_name[AUTO]['codecs'] or 'none'}"
     )
     print(f"  {by_name[AUTO]['reason']}", flush=True)

@@ -24,6 +24,9 @@ class Choice:
     codec: Codec
     names: frozenset[str]
 
+    def __str__(self) -> str:
+        return f"{self.codec} for {len(self.names)} tensors" if self.names else "exact sums"
+
 
 class Trial:
     """Counts the steps of a trial; the same on all ranks but for the seconds.
@@ -75,9 +78,9 @@ class Trial:
         if slowest[0] <= slowest[best] * (1 + _WORTH):
             best = 0
         times = ", ".join(
-            f"{choice.codec} {format_seconds(seconds)}"
+            f"{choice} {format_seconds(seconds)}"
             for choice, seconds in zip(self.choices, slowest, strict=True)
         )
         return self.choices[
             best
-        ], f"In turns a step took: {times}. {self.choices[best].codec} stays."
+        ], f"In turns a step took: {times}. What stays: {self.choices[best]}."
