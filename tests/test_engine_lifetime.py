@@ -19,6 +19,7 @@ from tests.ranks import tell
 from topo_ar.errors import ConfigError, ExecutionError, PlanError
 from topo_ar.execution import gather
 from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.network import Nic
 from topo_ar.execution.transports.rendezvous import listen
 from topo_ar.execution.transports.segment import HOST_ID_ENV
 from topo_ar.execution.transports.tcp import Aborted, Flow, Kind, abort_all
@@ -413,7 +414,7 @@ def test_an_interrupted_caller_fails_the_job_with_its_name(ranks) -> None:
 
 
 def _flows() -> tuple[Flow, Flow]:
-    with listen("127.0.0.1") as listener:
+    with listen(Nic("lo", "127.0.0.1")) as listener:
         calling = socket.create_connection(listener.getsockname())
         called, _ = listener.accept()
     return Flow(calling, 1), Flow(called, 0)

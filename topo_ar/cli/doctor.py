@@ -88,10 +88,11 @@ def _print(finding: Finding) -> None:
 
 def _interface() -> Finding:
     from topo_ar.errors import ConfigError
-    from topo_ar.execution.network import local_address
+    from topo_ar.execution.network import local_nics
 
     try:
-        return Finding("interface", Verdict.OK, f"flows between nodes use {local_address(0)}")
+        addresses = " and ".join(nic.address for nic in local_nics(0))
+        return Finding("interface", Verdict.OK, f"flows between nodes use {addresses}")
     except ConfigError as error:
         return Finding("interface", Verdict.PROBLEM, str(error))
 

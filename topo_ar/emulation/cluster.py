@@ -101,6 +101,10 @@ class Cluster:
         """The names of all hosts, in the order of the spec's nodes."""
         return tuple(host.name for host in self.layout.hosts)
 
+    def interfaces(self, host: str) -> tuple[str, ...]:
+        """Return the names of a host's NICs."""
+        return tuple(nic.name for nic in self._host(host).nics)
+
     def address(self, host: str) -> str:
         """Return the address of a host's first NIC."""
         return self._host(host).nics[0].address

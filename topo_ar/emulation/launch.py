@@ -164,6 +164,7 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "topo-ar",
         "GLOO_SOCKET_IFNAME": cluster.interface,
+        "TOPO_AR_SOCKET_IFNAME": ",".join(cluster.interfaces(host.name)),
         "NCCL_SOCKET_IFNAME": cluster.interface,
         "TOPO_AR_EMULATION": "namespaces" if cluster.emulated else "loopback",
     }

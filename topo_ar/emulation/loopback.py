@@ -39,6 +39,10 @@ class LoopbackCluster:
         """The names of the hosts that would be emulated."""
         return tuple(host.name for host in self.layout.hosts)
 
+    def interfaces(self, host: str) -> tuple[str, ...]:
+        """Return the loopback device, whatever the host."""
+        return (self.interface,)
+
     def address(self, host: str) -> str:
         """Return the loopback address, whatever the host."""
         return "127.0.0.1"

@@ -128,6 +128,22 @@ class Communicator:
         self._job = job = Job(group, timeout_s, SLOT_NBYTES)
         self.rank, self.world_size = job.channel.rank, job.channel.world_size
         self.nodes = job.nodes
+        uses_nccl = backend_of(group, "cuda") == "nccl"
+        try:
+            options = {
+                "plan": plan.hash if isinstance(plan, Plan) else plan,
+                "topology": topology_hash(topology) if topology else "probed",
+                "measure": str(measure),
+                "reproducible": str(reproducible),
+                "CUDA tensors by": "NCCL" if uses_nccl else "host memory",
+                "debug": str(self._debug),
+            }
+            require_equal(job.channel.all_gather, options)
+            self.topology = topology or discover_job(job.channel, job.nodes)
+            job.connect(self.topology)
+        except BaseException:
+            job.close()
+            raise
         self._shared = SharedInputs(job.channel, job.node)
         pipeline = Pipeline(job.node, self.rank, job.flows, SLOT_NBYTES, self._shared)
         recovery = None
@@ -140,7 +156,7 @@ class Communicator:
         self._entrance = Entrance(self._loop)
         self._host_copies: dict[torch.device, HostCopies] = {}
         self._nccl: NcclPath | None = None
-        if backend_of(group, "cuda") == "nccl":
+        if uses_nccl:
             self._nccl = NcclPath(job.nodes, self.rank, job.channel.name, timeout_s)
         self._lock = threading.Lock()
         self._next_ticket = 0
@@ -149,16 +165,6 @@ class Communicator:
         self._closed = False
         self._agreement = Agreement(job.channel)
         try:
-            options = {
-                "plan": plan.hash if isinstance(plan, Plan) else plan,
-                "topology": topology_hash(topology) if topology else "probed",
-                "measure": str(measure),
-                "reproducible": str(reproducible),
-                "CUDA tensors by": "NCCL" if self._nccl else "host memory",
-                "debug": str(self._debug),
-            }
-            require_equal(job.channel.all_gather, options)
-            self.topology = topology or discover_job(job.channel, job.nodes)
             if measure:
                 self.topology = measure_levels(
                     job.channel, self.nodes, self.topology, self._all_reduce_in_node
@@ -171,6 +177,7 @@ class Communicator:
                 job.plain_reason,
                 SLOT_NBYTES,
                 reproducible,
+                job.nics,
             )
         except BaseException:
             self.close()

@@ -1,17 +1,22 @@
 """The ranks of a job: who shares a host with whom, and the ways between them."""
 
 import logging
+import os
 from contextlib import ExitStack
 
 import msgspec
 import torch.distributed as dist
 
-from topo_ar.execution.gather import Channel, agree_on_nonce, find_colocated
+from topo_ar.execution.gather import Channel, find_colocated
+from topo_ar.execution.network import local_nics
+from topo_ar.execution.nics import Endpoint, in_order_of_use, own_nics, way
 from topo_ar.execution.reach import peers_of
-from topo_ar.execution.transports.rendezvous import connect, listen
+from topo_ar.execution.transports.rendezvous import NONCE_NBYTES, connect, listen
 from topo_ar.execution.transports.segment import Owned
 from topo_ar.execution.transports.shm import Node, ordered_stores
 from topo_ar.execution.transports.tcp import Flow
+from topo_ar.topology.levels import levels
+from topo_ar.topology.model import Topology
 
 logger = logging.getLogger("topo_ar")
 
@@ -21,8 +26,17 @@ _CONTROL_PATIENCE = 1.15
 _CONTROL_PATIENCE_S = 3.0
 
 
+class _Announcement(msgspec.Struct, frozen=True):
+    """Where a rank listens, in order of use, and a nonce: that of rank 0 is the job's."""
+
+    endpoints: tuple[Endpoint, ...]
+    nonce: bytes
+
+
 class Job:
     """One rank's view of a job. Making one is collective over the ranks of `group`.
+
+    It is whole when `connect` was called.
 
     Parameters
     ----------
@@ -45,6 +59,8 @@ class Job:
         The ranks of this host.
     flows : dict
         A connection to each rank of other hosts that `reach.peers_of` names.
+    nics : tuple of str
+        The name of the NIC that each rank has for itself, see `own_nics`.
     plain_reason : str or None
         Why every collective has to take the plain path; None when they need not.
 
@@ -53,7 +69,7 @@ class Job:
     ConfigError
         If this rank is not in `group`, or ``GLOO_SOCKET_IFNAME`` is not usable.
     ExecutionError
-        If ranks cannot reach each other.
+        If the ranks do not meet.
     """
 
     def __init__(
@@ -77,9 +93,8 @@ class Job:
             rank = self.channel.rank
             mine = next(node for node in self.nodes if rank in node)
             self.node = Node(mine, rank, owned, colocation.peers)
-            self.flows = self._connect()
-            for flow in self.flows.values():
-                undo.callback(flow.close)
+            self.flows: dict[int, Flow] = {}
+            self.nics: tuple[str, ...] = ()
             self._undo = undo.pop_all()
 
     def _why_plain(self) -> str | None:
@@ -89,21 +104,52 @@ class Job:
             return "this processor does not keep the order of stores that shared counters need"
         return None
 
-    def _connect(self) -> dict[int, Flow]:
+    def connect(self, topology: Topology) -> None:
+        """Connect this rank with those of other hosts. Collective.
+
+        Parameters
+        ----------
+        topology : Topology
+            Of the job; says which NIC is near to which rank.
+
+        Raises
+        ------
+        ConfigError
+            If the environment names an interface that is not usable.
+        ExecutionError
+            If ranks cannot reach each other.
+        """
         # On the plain path no data takes these flows, but the news of a dead rank does.
         if self.plain_reason is not None:
             logger.info("plain all-reduce for everything: %s", self.plain_reason)
-        channel = self.channel
-        peers = peers_of(self.nodes, channel.rank)
-        nonce = agree_on_nonce(channel)
-        with listen(channel.address) as listener:
-            announced = channel.all_gather(
-                msgspec.json.encode((channel.address, listener.getsockname()[1]))
+        channel, node = self.channel, self.node
+        rank = channel.rank
+        nics = local_nics(rank, warn=node.local_rank == 0)
+        if len(nics) > 1:
+            level = next((n for n in levels(topology).nodes if rank in n.ranks), None)
+            nics = in_order_of_use(nics, level, rank, node.local_rank)
+        with ExitStack() as listening:
+            listeners = [listening.enter_context(listen(nic)) for nic in nics]
+            mine = _Announcement(
+                tuple(
+                    Endpoint(nic, listener.getsockname()[1])
+                    for nic, listener in zip(nics, listeners, strict=True)
+                ),
+                os.urandom(NONCE_NBYTES),
             )
-            addresses = {
-                peer: msgspec.json.decode(announced[peer], type=tuple[str, int]) for peer in peers
+            announced = [
+                msgspec.json.decode(data, type=_Announcement)
+                for data in channel.all_gather(msgspec.json.encode(mine))
+            ]
+            ways = {
+                peer: way(mine.endpoints, announced[peer].endpoints)
+                for peer in peers_of(self.nodes, rank)
             }
-            return connect(listener, channel.rank, peers, addresses, nonce, _SETUP_TIMEOUT_S)
+            self.flows = connect(listeners, rank, ways, announced[0].nonce, _SETUP_TIMEOUT_S)
+        for flow in self.flows.values():
+            self._undo.callback(flow.close)
+        endpoints = {peer: each.endpoints for peer, each in enumerate(announced)}
+        self.nics = own_nics(self.nodes, endpoints)
 
     def cut(self) -> None:
         """Close the groups, so that ranks which wait in them learn that this one has failed."""

@@ -11,8 +11,9 @@ import msgspec
 
 from topo_ar.errors import ConfigError, ExecutionError
 from topo_ar.execution.gather import Channel, agree_on_nonce
+from topo_ar.execution.network import Nic
 from topo_ar.execution.pair_flow import PairFlow
-from topo_ar.execution.transports.rendezvous import connect, listen
+from topo_ar.execution.transports.rendezvous import Way, connect, listen
 from topo_ar.topology.clustering import (
     Groups,
     group_hosts,
@@ -122,7 +123,7 @@ class _Meeting:
         self._channel = channel
         self._on_progress = on_progress
         self._nonce = agree_on_nonce(channel)
-        self._listener = listen(channel.address)
+        self._listener = listen(Nic("", channel.address))
         mine = msgspec.json.encode((channel.address, self._listener.getsockname()[1]))
         self._addresses = {
             rank: msgspec.json.decode(data, type=tuple[str, int])
@@ -218,7 +219,7 @@ class _Meeting:
     def _reference(self) -> tuple[_Seen, _Seen]:
         """Return latency and rate of this rank with itself: what being on one host looks like."""
         rank = self._channel.rank
-        with listen(self._channel.address) as listener:
+        with listen(Nic("", self._channel.address)) as listener:
             listener.settimeout(_DEADLINE_S)
             near = socket.create_connection(listener.getsockname(), _DEADLINE_S)
             far, _ = listener.accept()
@@ -294,7 +295,8 @@ class _Meeting:
         """Return the connection between two ranks, one of which is this one."""
         rank = self._channel.rank
         peer = b if rank == a else a
-        flows = connect(self._listener, rank, [peer], self._addresses, self._nonce, _DEADLINE_S)
+        ways = {peer: Way(*self._addresses[peer])}
+        flows = connect([self._listener], rank, ways, self._nonce, _DEADLINE_S)
         return PairFlow(flows[peer].sock, peer, _DEADLINE_S)
 
     def _gather(self, mine: Sequence[_Seen]) -> list[_Seen]:

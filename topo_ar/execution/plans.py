@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from topo_ar.errors import PlanError
 from topo_ar.execution.fixed_order import FixedOrder
 from topo_ar.execution.kernels import Kernel
+from topo_ar.execution.nics import with_nics
 from topo_ar.execution.program import ChunkProgram, compile_program
 from topo_ar.execution.reach import Reach, is_equal
 from topo_ar.execution.straight import is_straight
@@ -65,6 +67,9 @@ class Plans:
     reproducible : bool
         Whether floats are added in an order that does not depend on `nodes`, nor on the plan: the
         plain path, whose order is another, is then refused.
+    nics : sequence of str
+        The NIC that each rank's flows use, as from `nics.own_nics`; empty for what the topology
+        says.
 
     Raises
     ------
@@ -81,8 +86,11 @@ class Plans:
         plain_reason: str | None,
         slot_nbytes: int,
         reproducible: bool = False,
+        nics: Sequence[str] = (),
     ) -> None:
         self._levels = levels(topology)
+        # NCCL chooses its NICs itself.
+        self._levels_of_flows = with_nics(self._levels, nics) if nics else self._levels
         _require_fit("topology", [node.ranks for node in self._levels.nodes], nodes)
         if isinstance(mode, Plan):
             _require_fit("plan", mode.nodes, nodes)
@@ -157,7 +165,7 @@ class Plans:
             return mode
         plan = self._plan(nbytes, itemsize, device, family)
         if mode == "equal" and plan.family is Family.HIERARCHICAL_WEIGHTED:
-            return with_equal_shares(plan, self._levels, CPU_RUNTIME)
+            return with_equal_shares(plan, self._levels_of_flows, CPU_RUNTIME)
         staged_only = mode == "hierarchical" or self._reproducible
         if staged_only and plan.family is Family.FLAT_RING and family is None:
             staged = [
@@ -180,7 +188,7 @@ class Plans:
 
     def _plan(self, nbytes: int, itemsize: int, device: str, family: Family | None) -> Plan:
         return make_plan(
-            self._levels,
+            self._levels if device == "cuda" else self._levels_of_flows,
             nbytes,
             topology_hash=self._topology_hash,
             itemsize=itemsize,

@@ -44,6 +44,8 @@ class NodeLevel:
         where the node is one island.
     island : Rate or None
         One rank's port inside its island; None where there are no islands.
+    nic_names : tuple of str
+        What the NICs in `nics` are called on the node; empty where it was not said.
     """
 
     name: str
@@ -53,6 +55,7 @@ class NodeLevel:
     rank_nics: tuple[tuple[int, ...], ...] = ()
     islands: tuple[tuple[int, ...], ...] = ()
     island: Rate | None = None
+    nic_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,10 @@ def levels(topology: Topology) -> Levels:
                 rank_nics=nearest.of(members[node], places, list(nics)),
                 islands=tuple(tuple(ranks[i] for i in island) for island in inside.islands),
                 island=inside.island,
+                nic_names=tuple(
+                    str(devices[nic].attributes.get("name", nic.removeprefix(f"{node}/")))
+                    for nic in nics
+                ),
             )
         )
     racks = find_racks([list(nics) for nics in nics_of.values()], topology, links)
