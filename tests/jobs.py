@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +21,19 @@ def communicator(rank: int, hosts: list[int], **options: object) -> Iterator[Com
         with Communicator(**{"timeout_s": 20.0, **options}) as made:
             yield made
     finally:
-        del os.environ[HOST_ID_ENV]
+        os.environ.pop(HOST_ID_ENV, None)  # of one within another
 
 
 def blocks(num_nodes: int, ranks_per_node: int) -> list[int]:
     """Host of each rank when nodes are filled one after the other."""
     return [node for node in range(num_nodes) for _ in range(ranks_per_node)]
+
+
+def lag(made: Communicator) -> None:
+    """Let this rank's bytes leave late and in small pieces."""
+    for flow in made._job.flows.values():
+        flow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        flow.flush = lambda real=flow.flush: random.random() < 0.1 and real()
 
 
 def wrong_under_delays(rank: int, hosts: list[int], steps: int, numels: tuple[int, ...]) -> int:

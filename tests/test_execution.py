@@ -1,12 +1,11 @@
 import random
-import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.jobs import blocks, communicator, wrong_under_delays
+from tests.jobs import blocks, communicator, lag, wrong_under_delays
 from topo_ar.errors import ExecutionError
 
 SHAPES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (3, 2), (4, 2), (4, 1), (8, 1)]
@@ -108,9 +107,8 @@ def _lagging(rank: int, world_size: int, hosts: list[int]) -> int:
     """Rank 0's bytes leave late: its results are unsent long after the node has copied them out."""
     wrong = 0
     with communicator(rank, hosts, plan="hierarchical") as made:
-        for flow in made._job.flows.values() if rank == 0 else ():
-            flow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            flow.flush = lambda real=flow.flush: random.random() < 0.1 and real()
+        if rank == 0:
+            lag(made)
         patterns = [torch.arange(numel) % 1000 for numel in (60_000, 300_000, 1_000_000)]
         futures = [made.all_reduce((pattern + rank).float()) for pattern in patterns]
         for pattern, future in zip(patterns, futures, strict=True):
