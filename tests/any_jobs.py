@@ -46,7 +46,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A communicator of some of the ranks and what it reduces; `late` of them lag behind."""
+    """A communicator of some of the ranks and what it reduces.
+
+    `late` ranks lag behind; what `shared` ranks reduce is read where it lies.
+    """
 
     members: tuple[int, ...]
     hosts: tuple[int, ...]
@@ -54,6 +57,8 @@ class Job:
     reproducible: bool
     calls: tuple[Call, ...]
     late: int
+    shared: int
+    debug: bool
     seed: int
 
 
@@ -88,7 +93,9 @@ def jobs(draw):
     plan = draw(st.sampled_from(plans if reproducible else [*plans, "flat"]))
     calls = tuple(draw(st.lists(_calls(), min_size=1, max_size=5)))
     seed = draw(st.integers(0, 2**32 - 1))
-    return Job(members, hosts, plan, reproducible, calls, draw(st.integers(0, 2)), seed)
+    late, shared = draw(st.integers(0, 2)), draw(st.sampled_from([0, 0, 1, count]))
+    debug = draw(st.sampled_from([False, False, False, True]))
+    return Job(members, hosts, plan, reproducible, calls, late, shared, debug, seed)
 
 
 def run_waves(rank: int, world_size: int, waves: list[list[Job]]) -> list[list[str]]:
@@ -118,15 +125,24 @@ def _calls_of(job: Job, rank: int, group: object, stack: ExitStack) -> list[Call
     world_size = len(job.members)
     own = random.Random(f"{job.seed} {rank}")
     made = stack.enter_context(
-        communicator(rank, job.hosts, group=group, plan=job.plan, reproducible=job.reproducible)
+        communicator(
+            rank,
+            job.hosts,
+            group=group,
+            plan=job.plan,
+            reproducible=job.reproducible,
+            debug=job.debug,
+        )
     )
     if rank < job.late:
         lag(made)
     settles = []
-    for call in job.calls:
+    inputs = [_input(call, rank, world_size) for call in job.calls]
+    for tensor in inputs if job.shared else []:
+        made.share(tensor if rank < job.shared else torch.empty(1)).wait()
+    for call, tensor in zip(job.calls, inputs, strict=True):
         if own.random() < 0.2:
             time.sleep(own.random() * 0.003)
-        tensor = _input(call, rank, world_size)
         op = OPS.get(call.op) or BITS[call.op]
         wait = (lambda done: lambda: done)(tensor)
         if call.sync:

@@ -158,7 +158,8 @@ class Loop:
 
         None where the kernel sends between the nodes something other than elements.
         """
-        if kernel.partial != kernel.storage:
+        rails = [segment.rail for segment in program[0].segments]
+        if any(kernel.partial_nbytes(rank) != kernel.itemsize for rail in rails for rank in rail):
             return None
         return Line(self.pipeline, program, kernel, fingerprint)
 
