@@ -89,6 +89,11 @@ def decode_failure(data: bytes, reporter: int) -> Failure:
         return Failure("failed without a readable report", (reporter,), "", reporter)
 
 
+def report_of(error: Aborted) -> Failure:
+    """Return the report that came over a flow."""
+    return decode_failure(str(error).encode(), error.ranks[0])
+
+
 class Reported(ExecutionError):  # noqa: N818 - carries a report to where the job fails
     """A failure that has been put into words already, here or by a peer."""
 
@@ -105,7 +110,7 @@ def failure_of(error: BaseException, rank: int, stage: str, collective: int) -> 
     if isinstance(error, Reported):
         return error.failure
     if isinstance(error, Aborted):
-        return decode_failure(str(error).encode(), error.ranks[0])
+        return report_of(error)
     if isinstance(error, ExecutionError):
         return Failure(
             str(error),

@@ -23,28 +23,24 @@ from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Collective
 from topo_ar.execution.gather import Unreachable
 from topo_ar.execution.groups import Groups
-from topo_ar.execution.guard import Failure, Reported, decode_failure, failure_of
+from topo_ar.execution.guard import Failure, Reported, failure_of
 from topo_ar.execution.job import Job
 from topo_ar.execution.kernels import Kernel
+from topo_ar.execution.lookout import Lookout
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.program import ChunkProgram
 from topo_ar.execution.recovery import Fallback, Recovery
 from topo_ar.execution.straight import Line, Straight, collective_of
 from topo_ar.execution.switching import PromptSwitching
 from topo_ar.execution.ticket import Broken, GroupWork, Ticket
-from topo_ar.execution.transports.tcp import Aborted, BadFrame, Discard, Flow, abort_all
-from topo_ar.execution.waiting import interest, needs, waits_for
+from topo_ar.execution.waiting import interest, waits_for
 from topo_ar.planning.schedule import Stage
 
 logger = logging.getLogger("topo_ar")
 
 YIELDS_BEFORE_BLOCKING = 5
-# A wake-up can be missed when two ranks finish a stage within one store buffer; it costs this much.
-_RECHECK_S = 0.02
 _PATIENCE = 0.05
 _PATIENCE_S = 0.5
-# News of a dead rank comes within milliseconds of gloo's error, if it comes.
-_NEWS_S = 1.0
 # What a thread that gives up needs for patience and to tell its peers.
 _FAREWELL_S = 2.5
 
@@ -89,13 +85,11 @@ class Loop:
         self.fallback: Fallback | None = None
         self._job = job
         self._recovery = recovery
-        self._asking = False
         self._thrown: Exception | None = None
         self._unsettled = False  # since all ranks agreed to be done, a ticket took the fast path
         self._last_completed = -1
         self._node = pipeline.node
         self._straight = Straight(pipeline)
-        self._flows = list(pipeline.flows.values())
         self._groups: Groups | None = None
         if rail:
             self._groups = Groups(self._node, rail, pipeline.rank, pipeline.flows, self._attend)
@@ -106,19 +100,11 @@ class Loop:
         self._closing = False
         self._give_up_at = float("inf")
         self._last_move = time.monotonic()
-        self._epoll = select.epoll()
-        self._interest: dict[int, int] = {}
-        self._wake_fd = self._node.owned.wake_read_fd
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._pid_fds = {peer.pid_fd: peer.rank for peer in self._node.peers}
-        self._ended: set[int] = set()
-        for fd in self._pid_fds:
-            self._epoll.register(fd, select.EPOLLIN)
         pipeline.finished = self._finished
         # The idle thread listens to the doorbell alone: peers that ring for another driver, and
         # tickets that the caller drives itself, must not cost it a switch.
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._doorbell, select.EPOLLIN)
+        self._lookout = Lookout(pipeline, self._doorbell)
         self._idle = select.epoll()
         self._idle.register(self._doorbell, select.EPOLLIN)
         self._driving = threading.Lock()
@@ -302,7 +288,7 @@ class Loop:
         return (
             self._recovery is not None
             and self.fallback is None
-            and not self._asking
+            and not self._lookout.asked
             and all(ticket.plain is not None for ticket in self._open.values())
         )
 
@@ -310,7 +296,7 @@ class Loop:
         """Leave the fast path together with all other ranks."""
         recovery = self._recovery
         assert recovery is not None
-        self._tell(failure)
+        self._lookout.tell(failure)
         try:
             self._in_touch(lambda: recovery.agree(failed=True))
             self._fall_back(failure)
@@ -326,14 +312,7 @@ class Loop:
             logger.warning(
                 "plain all-reduce from now on: %s", self.fallback.reason(self._job.nodes)
             )
-        self._node.owned.segment.clear_failure()
-        for fd, wanted in self._interest.items():
-            if wanted:
-                self._epoll.unregister(fd)
-        self._interest.clear()
-        for flow in self._flows:
-            flow.close()
-        self._flows.clear()
+        self._lookout.abandon_flows()
         self._open.clear()
         rest = [ticket for ticket in tickets if ticket.leave_fast_path(self.fallback.chunk)]
         self._incoming.extendleft(reversed(rest))
@@ -348,7 +327,7 @@ class Loop:
             self._node.wake_everyone()
         with self._lock:
             doorbell, self._doorbell = self._doorbell, -1
-        self._epoll.close()
+        self._lookout.close()
         self._idle.close()
         os.close(doorbell)
         self._job.close()
@@ -474,28 +453,8 @@ class Loop:
         except RuntimeError as error:
             if isinstance(error, ExecutionError) and not isinstance(error, Unreachable):
                 raise
-            self._ask_for_news()
+            self._lookout.ask()
             raise LostTouch(f"gloo: {error}", stage=Stage.FLAT) from error
-
-    def _ask_for_news(self) -> None:
-        # Gloo knows an address at best; who sees the culprit tells the others.
-        end = time.monotonic() + _NEWS_S
-        discard = Discard()
-        self._asking = True
-        while time.monotonic() < end:
-            for flow in self._flows:
-                if not flow.ended:
-                    self._hear(flow, discard)
-            self._block(_RECHECK_S)
-
-    def _hear(self, flow: Flow, discard: Discard) -> None:
-        try:
-            flow.receive(discard)
-        except Aborted as error:
-            if not self._failure(error).recoverable:
-                raise
-        except BadFrame:
-            flow.ended = True
 
     def _wait(self) -> None:
         now = time.monotonic()
@@ -512,60 +471,8 @@ class Loop:
         if self.pipeline.turn():
             self._last_move = time.monotonic()
         else:
-            self._block(_RECHECK_S)
+            self._lookout.block(needed=bool(self._open))
         self._node.sleep_for(0)
-
-    def _block(self, timeout_s: float) -> None:
-        self._look_for_failures()
-        self._register_flows()
-        for fd, _ in self._epoll.poll(timeout_s):
-            if fd == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(fd, 4096)
-            elif fd == self._doorbell:
-                self._hush()
-            elif fd in self._pid_fds:
-                self._epoll.unregister(fd)
-                self._ended.add(self._pid_fds[fd])
-
-    def _look_for_failures(self) -> None:
-        for rank, data in self._node.failures():
-            failure = decode_failure(data, rank)
-            if failure.recoverable and (self._asking or self.fallback is not None):
-                continue
-            if not failure.left:
-                raise Reported(failure)
-            self._require_not_needed(rank, f"rank {rank} closed its communicator")
-        for rank in self._ended:
-            self._require_not_needed(rank, f"the process of rank {rank} ended")
-
-    def _require_not_needed(self, rank: int, what: str) -> None:
-        # A rank that has finished every open collective may go: what it published stays mapped.
-        if self.pipeline.busy and not self._asking:
-            if needs(self.pipeline, rank):
-                stage = waits_for(self.pipeline).stage
-                raise ExecutionError(what, ranks=(rank,), stage=stage)
-        elif self._open or self._asking:  # gloo needs every rank to the end
-            raise ExecutionError(what, ranks=(rank,), stage=Stage.FLAT)
-
-    def _register_flows(self) -> None:
-        for flow in self._flows:
-            wanted = 0
-            if flow.outstanding and not flow.gated:
-                wanted |= select.EPOLLIN
-            if flow.wants_out:
-                wanted |= select.EPOLLOUT
-            fd = flow.fileno()
-            current = self._interest.get(fd, 0)
-            if wanted == current:
-                continue
-            if not current:
-                self._epoll.register(fd, wanted)
-            elif wanted:
-                self._epoll.modify(fd, wanted)
-            else:
-                self._epoll.unregister(fd)
-            self._interest[fd] = wanted
 
     def _require_patience(self, overdue_s: float, step_s: float, why: str) -> None:
         # Who sees the culprit itself speaks first; those further away would name a fellow victim.
@@ -585,12 +492,6 @@ class Loop:
             number = number if chunk is None else chunk.collective.number
         return failure_of(error, self.pipeline.rank, stage, number)
 
-    def _tell(self, failure: Failure) -> None:
-        data = failure.encode()
-        self._node.owned.segment.write_failure(data)
-        self._node.wake_everyone()
-        abort_all(self._flows, data.decode())
-
     def _fail(self, error: BaseException) -> None:
         failure = msgspec.structs.replace(self._failure(error), recoverable=False)
         final = failure.error(self.pipeline.rank, self._job.nodes, self._last_completed)
@@ -602,7 +503,7 @@ class Loop:
             self._incoming.clear()
         try:
             # The peers first: who learns of it here may end the process.
-            self._tell(failure)
+            self._lookout.tell(failure)
             self._job.cut()
             logger.error("%s", final)
         finally:
