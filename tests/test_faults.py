@@ -22,6 +22,7 @@ def _loop(rank: int, world_size: int, hosts: list[int], timeout_s: float) -> dic
                     tell("running")
         except ExecutionError as error:
             failed_at = time.monotonic()
+            tell("failed")
             try:
                 made.all_reduce(torch.ones(10)).wait()
             except ExecutionError as again:
@@ -49,7 +50,7 @@ def test_survivors_of_a_killed_rank_raise_and_name_it(ranks, hosts, victim) -> N
     killed = []
 
     def on_message(run, rank, message) -> None:
-        if rank == victim:
+        if rank == victim and message == "running":
             run.kill(victim)
             killed.append(time.monotonic())
 
@@ -70,12 +71,18 @@ def test_survivors_of_a_killed_rank_raise_and_name_it(ranks, hosts, victim) -> N
 
 
 def test_a_stopped_rank_is_named_when_the_deadline_passes(ranks) -> None:
-    def on_message(run, rank, message) -> None:
-        if rank == 2:
-            run.kill(2, signal.SIGSTOP)
+    failed = set()
 
-    outcomes = ranks.fresh(_loop, 4, blocks(2, 2), 1.5, deadline_s=4.5, on_message=on_message)
-    assert outcomes[2].hung
+    def on_message(run, rank, message) -> None:
+        if message == "failed":
+            failed.add(rank)
+        elif rank == 2:
+            run.kill(2, signal.SIGSTOP)
+        if len(failed) == 3:
+            run.kill(2)
+
+    outcomes = ranks.fresh(_loop, 4, blocks(2, 2), 1.5, deadline_s=20.0, on_message=on_message)
+    assert failed == {0, 1, 3}
     for outcome in outcomes:
         if outcome.rank != 2:
             assert outcome.exitcode == 0, outcome.error
