@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import topo_ar
 from tests.jobs import blocks, communicator
 from topo_ar.execution import shared_inputs
-from topo_ar.execution.transports.segment import HOST_ID_ENV
+from topo_ar.execution.transports.segment import FINGERPRINT_SLOTS, HOST_ID_ENV, Counter
 
 NUMELS = (300_000, 1_000_003)
 
@@ -113,3 +113,16 @@ def test_buckets_in_shared_memory_train_the_same_model(ranks, options) -> None:
     found = ranks.run(_as_copied, 4, options, deadline_s=30.0)
     assert [same for same, _ in found] == [True] * 4
     assert all(shared > 0 for _, shared in found)
+
+
+def test_no_two_counters_have_a_word_in_common() -> None:
+    spans = {
+        at: FINGERPRINT_SLOTS if name in ("FINGERPRINTS", "SOURCES") else 1
+        for name, at in vars(Counter).items()
+        if name.isupper()
+    }
+    words = [word for at, count in spans.items() for word in range(at, at + count)]
+    assert len(spans) == sum(name.isupper() for name in vars(Counter))
+    assert len(set(words)) == len(words)
+    # Those that ranks sleep for are bits of a word.
+    assert max(Counter.COPIED_OUT, Counter.POSTED, Counter.READ) < 63

@@ -51,12 +51,12 @@ class Counter:
     FAILED: Final = 5 * _WORDS_PER_LINE
     REPORTS: Final = FAILED + 1
     FINGERPRINTS: Final = 6 * _WORDS_PER_LINE
-    SOURCES: Final = 7 * _WORDS_PER_LINE
     # Of the operations of groups: rounds that this rank has posted and read, both only growing, and
     # whether it waits for other nodes. One line: nobody else writes them.
     POSTED: Final = 7 * _WORDS_PER_LINE
     READ: Final = POSTED + 1
     ON_WIRE: Final = POSTED + 2
+    SOURCES: Final = 8 * _WORDS_PER_LINE
 
 
 # In the word ASLEEP beside the mask of counters: the rank sleeps on the word, not on its pipe.
