@@ -1,11 +1,11 @@
 """Connecting the flows of a job: every pair once, proved by a nonce of this job."""
 
-import contextlib
+import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from topo_ar.errors import ExecutionError
@@ -14,6 +14,7 @@ from topo_ar.execution.transports.tcp import Flow
 
 NONCE_NBYTES = 16
 _HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")
+_MOST_SILENT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,7 @@ def connect(
             sock = _call(ways[peer], peer, end)
             sock.sendall(_HELLO.pack(nonce, rank))
             flows[peer] = Flow(sock, peer)
-        while waiting:
-            peer, sock = _accept(listeners, nonce, waiting, end)
-            waiting.remove(peer)
+        for peer, sock in _accept(listeners, nonce, waiting, end):
             flows[peer] = Flow(sock, peer)
     except BaseException:
         for flow in flows.values():
@@ -97,30 +96,86 @@ def _call(way: Way, peer: int, end: float) -> socket.socket:
 
 def _accept(
     listeners: Sequence[socket.socket], nonce: bytes, waiting: set[int], end: float
-) -> tuple[int, socket.socket]:
-    by_fd = {listener.fileno(): listener for listener in listeners}
-    poll = select.poll()
-    for fd in by_fd:
-        poll.register(fd, select.POLLIN)
-    while True:
-        remaining = end - time.monotonic()
-        if remaining <= 0:
-            addresses = ", ".join(listener.getsockname()[0] for listener in listeners)
-            raise ExecutionError(
-                f"ranks {sorted(waiting)} did not connect to {addresses} in time", ranks=waiting
-            )
-        for fd, _ in poll.poll(1e3 * remaining):
-            by_fd[fd].settimeout(remaining)  # who called may have gone
-            try:
-                sock, _ = by_fd[fd].accept()
-            except OSError:
-                continue
-            sock.settimeout(min(5.0, remaining))
-            hello = b""
-            with contextlib.suppress(OSError):
-                hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
-            if len(hello) == _HELLO.size:
+) -> Iterator[tuple[int, socket.socket]]:
+    """Yield the connections of the ranks in `waiting`, whoever else calls meanwhile.
+
+    All callers are heard at once: one that says nothing keeps nobody else waiting.
+    """
+    callers = Callers(listeners)
+    try:
+        while waiting:
+            if end <= time.monotonic():
+                addresses = ", ".join(listener.getsockname()[0] for listener in listeners)
+                raise ExecutionError(
+                    f"ranks {sorted(waiting)} did not connect to {addresses} in time",
+                    ranks=waiting,
+                )
+            for hello, sock in callers.hear(end):
                 theirs, peer = _HELLO.unpack(hello)
-                if theirs == nonce and peer in waiting:
-                    return peer, sock
+                if secrets.compare_digest(theirs, nonce) and peer in waiting:
+                    waiting.remove(peer)
+                    yield peer, sock
+                else:
+                    sock.close()
+    finally:
+        callers.close()
+
+
+class Callers:
+    """Those who have called and not yet said who they are.
+
+    Parameters
+    ----------
+    listeners : sequence of socket
+        Where they call.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket]) -> None:
+        self._listeners = {listener.fileno(): listener for listener in listeners}
+        self._silent: dict[int, tuple[socket.socket, bytearray]] = {}
+        self._poll = select.poll()
+        for listener in listeners:
+            listener.setblocking(False)
+            self._poll.register(listener, select.POLLIN)
+
+    def hear(self, end: float) -> Iterator[tuple[bytes, socket.socket]]:
+        """Wait until `end` for somebody to call or speak; yield those who have said enough."""
+        for fd, _ in self._poll.poll(1e3 * max(0.0, end - time.monotonic())):
+            if fd in self._listeners:
+                self._answer(self._listeners[fd])
+                continue
+            if fd not in self._silent:  # hung up on meanwhile
+                continue
+            sock, said = self._silent[fd]
+            try:
+                piece = sock.recv(_HELLO.size - len(said))
+            except BlockingIOError:
+                continue
+            except OSError:
+                piece = b""
+            said += piece
+            if not piece:
+                self._forget(fd).close()
+            elif len(said) == _HELLO.size:
+                yield bytes(said), self._forget(fd)
+
+    def _answer(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # who called has gone
+            return
+        if len(self._silent) >= _MOST_SILENT:
+            # Peers speak as soon as they have called: the first is a stranger.
+            self._forget(next(iter(self._silent))).close()
+        sock.setblocking(False)
+        self._silent[sock.fileno()] = (sock, bytearray())
+        self._poll.register(sock, select.POLLIN)
+
+    def _forget(self, fd: int) -> socket.socket:
+        self._poll.unregister(fd)
+        return self._silent.pop(fd)[0]
+
+    def close(self) -> None:
+        """Hang up on all who have said nothing."""
+        for sock, _ in self._silent.values():
             sock.close()

@@ -215,6 +215,8 @@ def open_peer(rank: int, card: Card, slot_nbytes: int) -> Peer | None:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != segment_nbytes(slot_nbytes):
             raise OSError
+        if status.st_uid != os.geteuid():  # who may open it all the same is privileged
+            raise OSError
         if os.pread(fd, _TOKEN_NBYTES, 0).hex() != card.token:
             raise OSError
         wake_fd = os.open(
