@@ -359,6 +359,22 @@ class Communicator:
         """
         return self._submit(torch.empty(0), partial(self._agreement.require_equal, facts))
 
+    def gather_rows(self, row: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+        """Gather a few numbers of every rank, in the order of the collectives. Collective.
+
+        Parameters
+        ----------
+        row : Tensor
+            One-dimensional, on the CPU, of the same size and dtype on all ranks.
+
+        Returns
+        -------
+        Future
+            A tensor of one row per rank, in rank order.
+        """
+        rows = row.new_empty((self.world_size, row.numel()))
+        return self._submit(rows, partial(self._job.channel.gather_rows, row, rows))
+
     def share(self, tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         """Let co-located ranks read `tensor` where it lies when it is reduced. Collective.
 

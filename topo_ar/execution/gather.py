@@ -132,6 +132,16 @@ class Channel:
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         return [gathered.tolist() for gathered in self._gather_equal(mine)]
 
+    def gather_rows(self, row: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the `row` of every rank to `rows`, one below the other.
+
+        Raises
+        ------
+        ExecutionError
+            If a rank is gone or late.
+        """
+        torch.stack(self._gather_equal(row), out=rows)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` with that of rank `root`.
 

@@ -20,7 +20,8 @@ def reduce_plainly(channel: Channel, tensor: torch.Tensor, op: "dist.ReduceOp.Re
     RuntimeError
         If a rank is gone or late.
     """
-    with torch.inference_mode():
+    # Values that inference mode makes inside a sparse tensor could not be coalesced later.
+    with torch.no_grad() if tensor.is_sparse else torch.inference_mode():
         if op == dist.ReduceOp.AVG and (tensor.is_sparse or tensor.itemsize == 2):
             tensor.div_(channel.world_size)
             op = dist.ReduceOp.SUM

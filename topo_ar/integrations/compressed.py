@@ -195,7 +195,7 @@ class CompressedReduction:
             if on_done is not None:
                 on_done()
 
-        return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, done)
+        return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, done, name="bucket")
 
     def _watch(self, tensor: torch.Tensor) -> None:
         values = tensor.detach()

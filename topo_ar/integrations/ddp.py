@@ -25,7 +25,9 @@ from topo_ar.integrations.compression_auto import Auto, decide
 from topo_ar.integrations.compression_buckets import CompressionReport
 from topo_ar.integrations.compression_choice import AUTO, CompressionSettings, optimizer_name
 from topo_ar.integrations.compression_state import State, load_state, saved_state
+from topo_ar.integrations.gradient_norm import GradNorm, NormMeter
 from topo_ar.integrations.hook import EACH_PARAMETER, DDPHook
+from topo_ar.integrations.options import HookOptions
 from topo_ar.integrations.trace import Recorder
 from topo_ar.integrations.zero_copy import BucketSharing
 from topo_ar.planning.joint_reasons import cap_name
@@ -55,6 +57,7 @@ class Handle:
         self.communicator = communicator
         self._recorder = recorder
         self._plan = plan
+        self._norm: NormMeter | None = None
         self._cap_mib = bucket_cap_mib(ddp)
         self._devices = sorted({p.device.type for p in ddp.parameters() if p.requires_grad})
 
@@ -71,6 +74,28 @@ class Handle:
     def trace(self) -> BucketTrace:
         """Return the bucket trace of the last steps."""
         return self._recorder.snapshot(self.communicator.world_size)
+
+    def grad_norm(self) -> GradNorm:
+        """Return the norm of the last step's averaged gradients. Collective, after backward.
+
+        All gradients that the hook reduced count, as `torch.nn.utils.get_total_norm` would have
+        them at the end of backward.
+
+        Raises
+        ------
+        ConfigError
+            If ``grad_norm=True`` was not given to `attach`, or there was no step yet.
+        ExecutionError
+            If a rank failed, or asks for another step.
+        """
+        if self._norm is None:
+            raise ConfigError("no norm is kept; call attach with grad_norm=True")
+        return self._norm.agree()
+
+    def watch_norm(self) -> None:
+        """Keep the norm of every step from the next on."""
+        self._norm = NormMeter(self.communicator)
+        self.hook.observers.members.append(self._norm)
 
     def advice(
         self, policy: str = "exact", optimizer: str = "", *, keep_cap: bool = False
@@ -176,6 +201,7 @@ def attach(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     reproducible: bool = False,
     zero_copy: bool = False,
+    grad_norm: bool = False,
     compression: str | Mapping[str, str] = "none",
     policy: str = "exact",
     optimizer: object = None,
@@ -196,6 +222,8 @@ def attach(
         As for `Communicator`.
     zero_copy : bool
         Keep buckets in shared memory, see `Communicator.share`. With compression it has no effect.
+    grad_norm : bool
+        Keep what `Handle.grad_norm` needs: each rank looks once at its part of the averages.
     compression, policy, start_step, warm_up_steps, guard_steps
         See `CompressionSettings`.
     optimizer : Optimizer or str, optional
@@ -224,6 +252,7 @@ def attach(
         guard_steps=guard_steps,
     )
     settings.choice(name for name, _ in ddp.module.named_parameters())
+    chosen = HookOptions(zero_copy=zero_copy, grad_norm=grad_norm)
     communicator = Communicator(
         ddp.process_group,
         topology=topology,
@@ -232,7 +261,7 @@ def attach(
         reproducible=reproducible,
     )
     try:
-        return _attached(ddp, communicator, plan, settings, zero_copy)
+        return _attached(ddp, communicator, plan, settings, chosen)
     except BaseException:
         communicator.close()
         raise
@@ -263,11 +292,13 @@ def _attached(
     communicator: Communicator,
     plan: str | Plan,
     settings: CompressionSettings,
-    zero_copy: bool,
+    chosen: HookOptions,
 ) -> Handle:
-    require_equal(communicator.gather, {"zero_copy": str(zero_copy)})
+    require_equal(communicator.gather, chosen.facts())
     handle = _handles[ddp] = make_handle(ddp, communicator, plan, settings)
-    if zero_copy:
+    if chosen.grad_norm:
+        handle.watch_norm()
+    if chosen.zero_copy:
         handle.hook.sharing = BucketSharing(communicator)
     ddp.register_comm_hook(None, handle.hook.hook)
     return handle
@@ -310,6 +341,7 @@ def ddp(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     reproducible: bool = False,
     zero_copy: bool = False,
+    grad_norm: bool = False,
     compression: str | Mapping[str, str] = "none",
     policy: str = "exact",
     optimizer: str = "",
@@ -330,7 +362,7 @@ def ddp(
         The model.
     plan, topology, timeout_s, reproducible
         As for `Communicator`.
-    zero_copy, compression, policy, optimizer, start_step, warm_up_steps, guard_steps
+    zero_copy, grad_norm, compression, policy, optimizer, start_step, warm_up_steps, guard_steps
         As for `attach`.
     **options
         Passed to DistributedDataParallel.
@@ -349,6 +381,7 @@ def ddp(
         guard_steps=guard_steps,
     )
     settings.choice(name for name, _ in module.named_parameters())
+    chosen = HookOptions(zero_copy=zero_copy, grad_norm=grad_norm)
     group = options.get("process_group")
     if group is None and options.get("device_mesh") is not None:
         group = options["device_mesh"].get_group(mesh_dim=0)
@@ -365,7 +398,7 @@ def ddp(
                 logger.info("bucket cap %s: %s %s", cap, planned.reason, planned.backward_source)
         model = DistributedDataParallel(module, **options)
         _check(model)
-        _attached(model, communicator, plan, settings, zero_copy)
+        _attached(model, communicator, plan, settings, chosen)
     except BaseException:
         communicator.close()
         raise

@@ -15,8 +15,10 @@ from topo_ar.errors import ConfigError, ExecutionError
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.torch_private import GradBucket
 from topo_ar.integrations.compressed import CompressedReduction
+from topo_ar.integrations.observer import Observers
 from topo_ar.integrations.trace import Recorder
 from topo_ar.integrations.zero_copy import BucketSharing
+from topo_ar.telemetry.bucket_trace import BucketCall
 
 logger = logging.getLogger("topo_ar")
 
@@ -48,6 +50,8 @@ class DDPHook:
         What reduces the buckets in place of the communicator.
     sharing : BucketSharing or None
         What keeps exact buckets in shared memory.
+    observers : Observers
+        Who watches the steps.
     advise : callable or None
         Called once, before the first bucket after 20 steps.
     error : BaseException or None
@@ -59,6 +63,7 @@ class DDPHook:
         self.recorder = recorder
         self.compression: CompressedReduction | None = None
         self.sharing: BucketSharing | None = None
+        self.observers = Observers()
         self.advise: Callable[[], None] | None = None
         self.error: BaseException | None = None
 
@@ -77,24 +82,49 @@ class DDPHook:
                     "topo_ar.attach on a new DistributedDataParallel"
                 )
             tensor = bucket.buffer()
-            on_done = None
+            self.observers.called(bucket, tensor)
             if self.compression is not None:
                 self.compression.begin(bucket)
+            call = None
             if self.recorder is not None:
                 if self.advise is not None and bucket.index() == 0:
                     self._advise_once(self.advise, self.recorder.num_steps)
-                on_done = partial(self.recorder.done, self.recorder.called(bucket, tensor))
-            if self.compression is not None:
-                return self.compression.reduce(bucket, tensor, on_done)
-            if self.sharing is not None:
-                self.sharing.see(bucket.index(), tensor)
-            return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done)
+                call = self.recorder.called(bucket, tensor)
+            if tensor.is_cpu:
+                return self._reduced(bucket, tensor, partial(self._done, call, tensor))
+            # What is enqueued on a device is not there yet; a callback has streams that wait.
+            future = self._reduced(bucket, tensor, partial(self._note, call))
+            return future.then(self._observe) if self.observers.members else future
         except BaseException as error:
             self.error = error
             logger.exception("the hook failed")
             failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             failed.set_exception(error)  # type: ignore[arg-type]
             return failed
+
+    def _reduced(
+        self, bucket: GradBucket, tensor: torch.Tensor, on_done: Callable[[], None]
+    ) -> torch.futures.Future[torch.Tensor]:
+        assert self.communicator is not None
+        if self.compression is not None:
+            return self.compression.reduce(bucket, tensor, on_done)
+        if self.sharing is not None:
+            self.sharing.see(bucket.index(), tensor)
+        name = f"bucket {bucket.index()}"
+        return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done, name=name)
+
+    def _note(self, call: BucketCall | None) -> None:
+        if self.recorder is not None and call is not None:
+            self.recorder.done(call)
+
+    def _done(self, call: BucketCall | None, tensor: torch.Tensor) -> None:
+        self.observers.done(tensor)
+        self._note(call)
+
+    def _observe(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        tensor = future.value()
+        self.observers.done(tensor)
+        return tensor
 
     def _advise_once(self, advise: Callable[[], None], num_steps: int) -> None:
         """Give advice before the first bucket of a step, when all steps in the trace are whole."""
@@ -104,4 +134,4 @@ class DDPHook:
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("communicator", "recorder", "compression", "sharing", "advise", "error")
-        return dict.fromkeys(names)
+        return {**dict.fromkeys(names), "observers": Observers()}
