@@ -9,7 +9,7 @@ OUT ?= demo-results
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo test test-all check format gpu-bundle clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the main job: probe, plan, execute, measure, plot on emulated hosts
@@ -31,6 +31,9 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+gpu-bundle: $(READY)  ## what a borrowed GPU machine needs to run experiments/gpu_checks.py
+	$(BIN)/python -m experiments.gpu.bundle
+
 # An importable torch that fits is used as it is; otherwise the size of what pip will install is said first.
 $(READY): pyproject.toml constraints.txt
 	@set -e; \
@@ -50,4 +53,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo-results
+	rm -rf $(VENV) build *.egg-info demo-results gpu-bundle gpu-bundle.tar

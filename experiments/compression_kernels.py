@@ -77,5 +77,5 @@ def _torch_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _torch_sign(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits = torch.nn.functional.pad(values >= 0, (0, -values.numel() % 8)).view(-1, 8)
-    weights = 2 ** torch.arange(8, dtype=torch.uint8)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=values.device)
     return values.abs().mean(), (bits * weights).sum(dim=1, dtype=torch.uint8)

@@ -10,6 +10,7 @@ S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compr
 ICML 2019. H. Tang et al., "DoubleSqueeze", ICML 2019 (errors of both directions).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -215,7 +216,7 @@ class ErrorFeedback:
         if out is None:
             out = torch.empty_like(gradient)
         if gradient.is_cuda:
-            lengths = torch.tensor([p.end - p.begin for p in layout.pieces], device=alive.device)
+            lengths = _lengths(layout, alive.device)
             mask = alive.float().repeat_interleave(lengths, output_size=layout.numel)
             return torch.addcmul(gradient, residual, mask, value=self.decay, out=out)
         torch.add(gradient, residual, alpha=self.decay, out=out)
@@ -246,6 +247,12 @@ def _alive(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
         return torch.stack([part.any() for part in parts]) if parts else gradient[:0].bool()
     # Nearly always the first few elements tell.
     return torch.tensor([bool(part[:64].any()) or bool(part.any()) for part in parts])
+
+
+@functools.lru_cache(maxsize=1024)
+def _lengths(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Return how long each piece is; kept, since copying them makes the host wait."""
+    return torch.tensor([p.end - p.begin for p in layout.pieces], device=device)
 
 
 def _agree(poison: torch.Tensor, rail: Group, node: Group) -> torch.Tensor:

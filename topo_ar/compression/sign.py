@@ -5,6 +5,7 @@
 that is not all zero decode to plus the scale.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -38,7 +39,7 @@ class SignBits:
     def decode(self, message: torch.Tensor, runs: Sequence[int], out: torch.Tensor) -> None:
         """Write plus or minus the scale of its run to each element of `out`."""
         scales = message[: 4 * len(runs)].view(torch.float32)
-        octets = _TABLE.to(out.device).index_select(0, message[4 * len(runs) :].int())
+        octets = _signs(out.device).index_select(0, message[4 * len(runs) :].int())
         out.copy_(octets.view(-1)[: out.numel()])
         for scale, run in zip(scales, _slices(runs), strict=True):
             out[run].mul_(scale)
@@ -57,10 +58,8 @@ def _pack(values: torch.Tensor) -> torch.Tensor:
     return (padded.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
 
 
-def _signs() -> torch.Tensor:
-    """Return the eight signs of each byte, 256 x 8."""
+@functools.cache
+def _signs(device: torch.device) -> torch.Tensor:
+    """Return the eight signs of each byte, 256 x 8; kept: to copy them makes the host wait."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
-
-
-_TABLE = _signs()
+    return torch.from_numpy(bits.astype(np.float32) * 2 - 1).to(device)

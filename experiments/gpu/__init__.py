@@ -1,0 +1,1 @@
+"""The checks of `gpu_checks`, each a function that runs on the ranks of its own processes."""
