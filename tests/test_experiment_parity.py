@@ -76,8 +76,8 @@ def _parity(rank: int, world_size: int, settings: Settings, factor: float):
     topology = topo_ar.preset("cpu-host", nodes=2, ranks_per_node=world_size // 2)
     right = Communicator.all_reduce
 
-    def wrong(self, tensor, *arguments):
-        return right(self, tensor.mul_(factor if rank == 0 else 1.0), *arguments)
+    def wrong(self, tensor, *arguments, **options):
+        return right(self, tensor.mul_(factor if rank == 0 else 1.0), *arguments, **options)
 
     events: list[tuple[str, dict]] = []
     Communicator.all_reduce = wrong
