@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -196,6 +197,7 @@ def _by_hand(rank: int, world_size: int) -> bool:
         before = before or _held()
         prefixed = dist.PrefixStore(f"job{job}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
+    dist.barrier()  # who leaves while another still connects fails it
     dist.destroy_process_group()
     gc.collect()
     return _settled(before)
@@ -462,3 +464,28 @@ def test_telling_a_peer_that_has_told_us_and_left_is_no_error() -> None:
         abort_all([ours], "rank 7 is to blame")
         time.sleep(0.01)
     ours.close()
+
+
+def _memory_after_close(rank: int, world_size: int) -> int:
+    """Count the slots that live on after `close` until the garbage collector comes."""
+    gc.disable()
+    try:
+        with communicator(rank, [0, 0, 1, 1], plan="hierarchical") as made:
+            made.all_reduce(torch.ones(1_000_000)).wait()
+            made.all_reduce_sync(torch.ones(10))
+            pipeline = made._loop.pipeline
+            slots = [
+                *pipeline._partials,
+                *(s for each in pipeline._arrivals.values() for s in each),
+            ]
+            watched = [weakref.ref(slot) for slot in slots if slot.nbytes]
+            del pipeline, slots
+        del made
+        assert watched
+        return sum(slot() is not None for slot in watched)
+    finally:
+        gc.enable()
+
+
+def test_a_closed_communicator_gives_its_memory_back_at_once(ranks) -> None:
+    assert ranks.run(_memory_after_close, 4) == [0] * 4

@@ -330,6 +330,7 @@ class Loop:
         self._lookout.close()
         self._idle.close()
         os.close(doorbell)
+        self.pipeline.release()
         self._job.close()
 
     def _hush(self) -> None:

@@ -122,6 +122,15 @@ class Pipeline:
         self.next_out = self.end
         self._frames = 0
 
+    def release(self) -> None:
+        """Give slots back at once, not when the garbage collector comes to it; nothing runs again.
+
+        What is in memory of its own, for the node's and the peers' partials, may be many megabytes.
+        """
+        self.chunks.clear()
+        self._partials.clear()
+        self._arrivals.clear()
+
     def turn(self) -> bool:
         """Try every lane once, nearest to the wire first; return whether anything moved."""
         if self.errand is not None:

@@ -1,0 +1,247 @@
+"""Do memory, threads and open files stay flat over many steps, and is every result right?
+
+Command: python -m experiments.soak --steps 10000 --out results/
+Minutes: 4 on two cores (2 nodes of 2 ranks on the loopback device, nothing shaped).
+
+A step reduces the buckets of a model's gradients, of mixed sizes and dtypes, all in flight at once,
+and some small tensors one by one; part of the buckets lies in shared memory. Every 1,000 steps the
+ranks make a new communicator. Writes soak.jsonl, a row for each rank every 500 steps; exit code 1
+when a result was wrong, ranks ended with different bits, or something grew.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from topo_ar.emulation.launch import start
+from topo_ar.emulation.loopback import LoopbackCluster
+from topo_ar.emulation.spec import ClusterSpec
+from topo_ar.errors import ExecutionError, TopoError
+from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.transports.segment import HOST_ID_ENV
+from topo_ar.telemetry.records import Record, RecordWriter, manifest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUCKETS = (
+    (1_000, torch.float32),
+    (65_537, torch.bfloat16),
+    (262_144, torch.float32),
+    (31, torch.float64),
+    (700_001, torch.float32),
+    (120_000, torch.float16),
+)
+NUM_SHARED = 3
+SAMPLE_STEPS = 500
+CHECK_STEPS = 50
+# Resident memory may move by this much between quarters of a run: the allocators' slack.
+SLACK_NBYTES = 4 << 20
+_MARK = "@soak "
+_AVG, _MAX, _BOR = dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.BOR
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """How long, on how many nodes and ranks."""
+
+    steps: int = 10_000
+    remake_steps: int = 1_000
+    nodes: int = 2
+    ranks: int = 2
+    out: Path = Path("results")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a process holds after `step` steps; memory is resident, anonymous and shared alike."""
+
+    rank: int
+    step: int
+    seconds: float
+    rss_nbytes: int
+    threads: int
+    open_files: int
+    mappings: int
+    wrong: int
+    digest: str
+
+
+def run_rank(steps: int, remake_steps: int) -> None:
+    """Do one rank's part under torchrun's environment, writing a marked line for each sample."""
+    torch.set_num_threads(1)
+    os.environ[HOST_ID_ENV] = os.environ["GROUP_RANK"]
+    dist.init_process_group("gloo")
+    begin, wrong = time.monotonic(), 0
+    digest = hashlib.sha256()
+    for first in range(1, steps + 1, remake_steps):
+        buckets = [torch.empty(numel, dtype=dtype) for numel, dtype in BUCKETS]
+        with Communicator(plan="hierarchical", timeout_s=60.0) as made:
+            for bucket in buckets[:NUM_SHARED]:
+                made.share(bucket).wait()
+            for step in range(first, min(first + remake_steps, steps + 1)):
+                wrong += _one_step(made, buckets, step)
+                if step % CHECK_STEPS == 0:
+                    for bucket in buckets:
+                        digest.update(bucket.view(torch.uint8).numpy().tobytes())
+                if step % SAMPLE_STEPS == 0:
+                    _report(step, time.monotonic() - begin, wrong, digest.hexdigest())
+    dist.destroy_process_group()
+
+
+def _one_step(made: Communicator, buckets: Sequence[torch.Tensor], step: int) -> int:
+    """Reduce all buckets and return how many results are wrong."""
+    rank, world_size = made.rank, made.world_size
+    for bucket in buckets:
+        bucket.fill_(rank + step % 7)
+    futures = [made.all_reduce(bucket, _AVG) for bucket in buckets]
+    most = made.all_reduce_sync(torch.tensor([float(rank)]), _MAX)
+    for future in futures:
+        future.wait()
+    flags = made.all_reduce_sync(torch.tensor([1 << rank]), _BOR) if step % 10 == 0 else None
+    expected = (world_size - 1) / 2 + step % 7
+    whole = step % CHECK_STEPS == 0
+    wrong = sum(
+        not bool((bucket == expected).all() if whole else bucket[-1] == expected)
+        for bucket in buckets
+    )
+    wrong += float(most) != world_size - 1
+    return wrong + (flags is not None and int(flags) != (1 << world_size) - 1)
+
+
+def _report(step: int, seconds: float, wrong: int, digest: str) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    sample = Sample(
+        dist.get_rank(),
+        step,
+        round(seconds, 3),
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        len(os.listdir("/proc/self/task")),
+        len(os.listdir("/proc/self/fd")),
+        Path("/proc/self/maps").read_text().count("\n"),
+        wrong,
+        digest[:16],
+    )
+    print(_MARK + json.dumps(asdict(sample)), flush=True)
+
+
+def run(config: Config) -> int:
+    """Run the job, write the records, print what was found and return the exit code."""
+    found: list[Sample] = []
+    said: list[str] = []
+    block = manifest("loopback")
+
+    def take(rank: int, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if not text.startswith(_MARK):
+            said.append(f"rank {rank}: {text}")
+            return
+        sample = Sample(**json.loads(text.removeprefix(_MARK)))
+        found.append(sample)
+        writer.write(_record(sample, config, block))
+        if sample.rank == 0:
+            print(_line(sample), flush=True)
+
+    command = [sys.executable, "-m", "experiments.soak", "--rank"]
+    command += ["--steps", str(config.steps), "--remake-steps", str(config.remake_steps)]
+    spec = ClusterSpec.uniform(config.nodes, config.ranks)
+    path = config.out / "soak.jsonl"
+    path.unlink(missing_ok=True)
+    with RecordWriter(path) as writer, LoopbackCluster(spec) as cluster:
+        results = start(cluster, command, cwd=ROOT, on_line=take).wait(None)
+    if results.exit_code != 0:
+        raise ExecutionError("a rank failed:\n" + "\n".join(said[-30:]))
+    faults = judge(found)
+    for fault in faults:
+        print(f"FAIL {fault}")
+    if not faults:
+        print(f"flat: {len(found)} samples of {config.nodes * config.ranks} ranks, nothing wrong")
+    return int(bool(faults))
+
+
+def judge(samples: Iterable[Sample]) -> list[str]:
+    """Return what was wrong or grew, a sentence each.
+
+    Threads, open files and mappings have to be the same, memory within `SLACK_NBYTES`, in the last
+    quarter of a rank's samples as in the second; the first is left to caches that fill.
+    """
+    by_rank: dict[int, list[Sample]] = {}
+    by_step: dict[int, set[str]] = {}
+    for sample in samples:
+        by_rank.setdefault(sample.rank, []).append(sample)
+        by_step.setdefault(sample.step, set()).add(sample.digest)
+    faults = [
+        f"ranks have different bits at step {step}"
+        for step, digests in sorted(by_step.items())
+        if len(digests) > 1
+    ]
+    for rank, row in sorted(by_rank.items()):
+        if row[-1].wrong:
+            faults.append(f"rank {rank}: {row[-1].wrong} wrong results")
+        if len(row) < 4:
+            faults.append(f"rank {rank}: {len(row)} samples are too few to tell whether it grows")
+            continue
+        quarter = len(row) // 4
+        early, late = row[quarter : 2 * quarter], row[-quarter:]
+        for name, slack in (
+            ("threads", 0),
+            ("open_files", 0),
+            ("mappings", 16),
+            ("rss_nbytes", SLACK_NBYTES),
+        ):
+            before, after = (median(getattr(s, name) for s in part) for part in (early, late))
+            if after > before + slack:
+                faults.append(f"rank {rank}: {name} grew from {before:g} to {after:g}")
+    return faults
+
+
+def _record(sample: Sample, config: Config, block: Record) -> Record:
+    job = {"nodes": config.nodes, "ranks_per_node": config.ranks, "steps": config.steps}
+    return {"experiment": "soak", **job, **asdict(sample), "manifest": block}
+
+
+def _line(sample: Sample) -> str:
+    return (
+        f"step {sample.step:6d}  {sample.seconds:7.1f} s  rank 0: "
+        f"{sample.rss_nbytes / 1e6:.1f} MB, "
+        f"{sample.threads} threads, {sample.open_files} files, {sample.mappings} mappings, "
+        f"{sample.wrong} wrong"
+    )
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    defaults = Config()
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--remake-steps", type=int, default=defaults.remake_steps)
+    parser.add_argument("--nodes", type=int, default=defaults.nodes)
+    parser.add_argument("--ranks", type=int, default=defaults.ranks)
+    parser.add_argument("--out", type=Path, default=defaults.out)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = vars(parser.parse_args())
+    if options.pop("rank"):
+        run_rank(options["steps"], options["remake_steps"])
+        return 0
+    try:
+        return run(Config(**options))
+    except TopoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
