@@ -100,6 +100,28 @@ def test_speedup_interval_scales_with_the_baseline(pairs, factor):
         assert math.isclose(a * factor, b, rel_tol=1e-9)
 
 
+def test_exposed_interval_compares_what_comes_on_top_of_compute():
+    compute = [1.0] * 5
+    found = metrics.exposed_interval([1.4] * 5, [1.2] * 5, compute)
+    assert (found.low, found.high) == (found.ratio, found.ratio)
+    assert found.ratio == pytest.approx(2.0)
+    assert metrics.exposed_interval([1.4] * 5, [0.9] * 5, compute).ratio == math.inf
+    with pytest.raises(ConfigError, match="no communication of the baseline is exposed"):
+        metrics.exposed_interval([0.9] * 5, [1.2] * 5, compute)
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=2, max_size=30))
+def test_without_compute_everything_is_exposed(pairs):
+    baseline, candidate = zip(*pairs, strict=True)
+    tiny = [1e-12] * len(pairs)
+    one, other = (
+        metrics.exposed_interval(baseline, candidate, tiny),
+        metrics.speedup_interval(baseline, candidate),
+    )
+    assert one.ratio == pytest.approx(other.ratio, rel=1e-6)
+    assert one.low <= one.high
+
+
 @pytest.mark.parametrize(
     ("baseline", "candidate"), [([1.0], [1.0]), ([1.0, 2.0], [1.0]), ([], []), ([1, 2], [0, 1])]
 )

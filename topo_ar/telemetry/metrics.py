@@ -3,8 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from topo_ar.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _NUM_RESAMPLES = 9999
 _SEED = 20_240_229
@@ -105,17 +110,67 @@ def speedup_interval(baseline: Sequence[float], candidate: Sequence[float]) -> R
     """
     import numpy as np
 
-    if len(baseline) != len(candidate) or len(baseline) < 2:
-        raise ConfigError(
-            f"{len(baseline)} and {len(candidate)} samples cannot be compared; "
-            "interleave two runs of at least 2 samples each"
-        )
-    if min(*baseline, *candidate) <= 0:
-        raise ConfigError("a sample of 0 seconds or less cannot be compared; repeat the timing")
-    pairs = np.array([baseline, candidate], dtype=np.float64)
-    rng = np.random.default_rng(_SEED)
-    picks = rng.integers(pairs.shape[1], size=(_NUM_RESAMPLES, pairs.shape[1]))
-    medians = np.median(pairs[:, picks], axis=2)
+    medians = _resampled_medians(baseline, candidate)
     low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
     ratio = median(baseline) / median(candidate)
     return RatioInterval(ratio, float(low), float(high), len(baseline))
+
+
+def exposed_interval(
+    baseline: Sequence[float], candidate: Sequence[float], compute: Sequence[float]
+) -> RatioInterval:
+    """Return how many times less communication `candidate` exposes, and where that may lie.
+
+    Exposed is what the median step takes longer than the median of `compute`. The interval is that
+    of `speedup_interval`. It is infinite where nothing of the candidate's is exposed.
+
+    Parameters
+    ----------
+    baseline, candidate, compute : sequence of float
+        Seconds of a step, the last without communication; the i-th of all were taken next to each
+        other.
+
+    Raises
+    ------
+    ConfigError
+        As `speedup_interval`, and if nothing of the baseline's is exposed.
+    """
+    import numpy as np
+
+    whole = np.array([[median(each)] for each in (baseline, candidate, compute)])
+    if whole[0] <= whole[2]:
+        raise ConfigError("no communication of the baseline is exposed, so none can be saved")
+    ratio = _exposed_ratios(whole)
+    resampled = _exposed_ratios(_resampled_medians(baseline, candidate, compute))
+    low, high = np.quantile(resampled, [0.025, 0.975], method="nearest")  # some may be infinite
+    return RatioInterval(float(ratio[0]), float(low), float(high), len(baseline))
+
+
+def _exposed_ratios(medians: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    """Return, of rows of medians of baseline, candidate and compute, how much less is exposed."""
+    import numpy as np
+
+    baseline, candidate = np.maximum(medians[:2] - medians[2], 0.0)
+    ratios: NDArray[np.float64] = np.zeros_like(baseline)
+    with np.errstate(divide="ignore"):
+        np.divide(baseline, candidate, where=baseline > 0, out=ratios)
+    return ratios
+
+
+def _resampled_medians(*rows: Sequence[float]) -> "NDArray[np.float64]":
+    """Return the medians of each row in every resample; the rows' i-th samples stay together."""
+    import numpy as np
+
+    counts = {len(row) for row in rows}
+    if len(counts) > 1 or min(counts) < 2:
+        raise ConfigError(
+            f"{' and '.join(str(len(row)) for row in rows)} samples cannot be compared; "
+            "interleave runs of at least 2 samples each"
+        )
+    if min(map(min, rows)) <= 0:
+        raise ConfigError("a sample of 0 seconds or less cannot be compared; repeat the timing")
+    samples = np.array(rows, dtype=np.float64)
+    rng = np.random.default_rng(_SEED)
+    picks = rng.integers(samples.shape[1], size=(_NUM_RESAMPLES, samples.shape[1]))
+    medians: NDArray[np.float64] = np.median(samples[:, picks], axis=2)
+    return medians
