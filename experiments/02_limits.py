@@ -1,13 +1,16 @@
 """How near does the planned all-reduce come to the limit of the wire, and where does it win?
 
 Command: python -m experiments.02_limits --out results/
-Minutes: 22 on two cores; --list says what each group takes, --only runs some, --quick shows that
+Minutes: 24 on two cores; --list says what each group takes, --only runs some, --quick shows that
 all of them run.
 
 Each group is a run on emulated hosts with interleaved samples and writes wire_GROUP.jsonl; groups
 that are there already are not measured again. The table at the end holds the targets that were set
-before against what was measured, with 95 % intervals. Candidates beside flat gloo: Open MPI with
-its defaults and with HAN (skipped where it is not installed), other plans of our own.
+before against what was measured, with 95 % intervals, then comparisons that have no target.
+Candidates beside flat gloo: Open MPI with its defaults and with HAN (skipped where it is not
+installed), other plans of our own. Exits with 0 when all groups ran, whatever the targets say, and
+with 1 when ranks failed or a result was wrong. The figure: python plots/wire_share.py
+results/wire_*.jsonl -o wire_share.png.
 """
 
 import argparse
@@ -49,12 +52,13 @@ class Target:
     """`ours` shall be `least` times as fast as `theirs`, or reach that share of the wire limit.
 
     `theirs` is a candidate, ``wire limit``, ``CPU of`` a candidate, or ``lone`` and a candidate.
+    Without `least` it is a comparison that nothing depends on.
     """
 
     group: str
     size: str
     theirs: str
-    least: float
+    least: float | None
     ours: str = "plan"
 
 
@@ -115,7 +119,9 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """PASS, MISS or NONE."""
+        """PASS, MISS, NONE, or nothing for a comparison without a target."""
+        if self.target.least is None:
+            return ""
         if self.ratio is None:
             return "NONE"
         return "PASS" if self.ratio >= self.target.least else "MISS"
@@ -144,13 +150,16 @@ def judge(target: Target, rows: Sequence[Record]) -> Verdict:
 
 
 def cpu_share(row: Record) -> float:
-    """Return the share of the machine's cores that the ranks of a row kept busy."""
+    """Return the share of the machine's cores that was busy; the ranks' where no more is known."""
+    if row.get("machine_cpu_share") is not None:
+        return float(row["machine_cpu_share"])
     cores = row["manifest"]["cpu_count"]
     return float(row["cpu_seconds"] * row["world_size"] / (median(row["seconds"]) * cores))
 
 
-def run(groups: Sequence[Group], out: Path, quick: bool) -> None:
-    """Measure the groups that have no records yet."""
+def run(groups: Sequence[Group], out: Path, quick: bool) -> list[str]:
+    """Measure the groups that have no records yet; return the names of those that failed."""
+    failed = []
     out.mkdir(parents=True, exist_ok=True)
     left = [group for group in groups if not path_of(out, group, quick).exists()]
     for number, group in enumerate(left):
@@ -159,11 +168,13 @@ def run(groups: Sequence[Group], out: Path, quick: bool) -> None:
             f"== {group.name}: {number + 1} of {len(left)}, about {minutes:g} min left", flush=True
         )
         begun = time.monotonic()
-        _measure(group, path_of(out, group, quick), quick)
+        if not _measure(group, path_of(out, group, quick), quick):
+            failed.append(group.name)
         print(f"== {group.name}: {(time.monotonic() - begun) / 60:.1f} min", flush=True)
+    return failed
 
 
-def _measure(group: Group, path: Path, quick: bool) -> None:
+def _measure(group: Group, path: Path, quick: bool) -> bool:
     against = [name for name in group.against if _installed(name)]
     settings = {
         "sizes": [parse_size(size) for size in group.sizes.split(",")][: 1 if quick else None],
@@ -173,11 +184,14 @@ def _measure(group: Group, path: Path, quick: bool) -> None:
     cluster = str(_SPECS / group.cluster) if group.cluster.endswith(".toml") else group.cluster
     # A group counts when it is whole.
     partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
+    for old in (partial, partial.with_suffix(".predictions.jsonl")):
+        old.unlink(missing_ok=True)
     with Report(str(partial), None) as report:
         run_emulated(settings, cluster_spec(cluster, group.nic or "1gbit"), report)
-    if report.exit_code(None) == 0:
-        partial.rename(path)
+    if report.exit_code(None):
+        return False
+    partial.rename(path)
+    return True
 
 
 def _installed(candidate: str) -> bool:
@@ -190,21 +204,49 @@ def path_of(out: Path, group: Group, quick: bool) -> Path:
 
 
 def table(out: Path, quick: bool) -> Iterator[str]:
-    """Yield a line for every target of a group that was measured."""
-    yield f"{'group':12} {'size':>6} {'ours':16} {'against':20} {'target':>7} {'measured':>24}"
-    for target in TARGETS:
-        group = next(group for group in GROUPS if group.name == target.group)
-        path = path_of(out, group, quick)
-        if not path.exists():
-            continue
-        verdict = judge(target, list(read_records(path)))
-        ratio = "" if verdict.ratio is None else f"{verdict.ratio:.3f}"
-        if verdict.low is not None:
-            ratio += f" [{verdict.low:.3f}, {verdict.high:.3f}]"
-        yield (
-            f"{target.group:12} {target.size:>6} {target.ours:16} {target.theirs:20} "
-            f"{target.least:7.3g} {ratio:>24} {verdict.word}{' (CPU > 90 %)' * verdict.busy}"
-        )
+    """Yield a line for every target and comparison of what was measured, then their number."""
+    if quick:
+        yield "two samples each: the table shows that it works, not how fast anything is"
+    yield f"{'group':12} {'size':>6} {'ours':16} {'against':28} {'target':>7} {'measured':>24}"
+    measured = {
+        group.name: list(read_records(path))
+        for group in GROUPS
+        if (path := path_of(out, group, quick)).exists()
+    }
+    verdicts = [judge(target, measured.get(target.group, [])) for target in TARGETS]
+    for verdict in verdicts:
+        if verdict.target.group in measured:
+            yield _line(verdict)
+    for target in comparisons():
+        if target.group in measured:
+            yield _line(judge(target, measured[target.group]))
+    count = {word: sum(v.word == word for v in verdicts) for word in ("PASS", "MISS", "NONE")}
+    yield (
+        f"{len(verdicts)} targets: {count['PASS']} PASS, {count['MISS']} MISS, "
+        f"{count['NONE']} not measured"
+    )
+
+
+def comparisons() -> Iterator[Target]:
+    """Yield what groups without a target are there to show."""
+    for group in GROUPS:
+        if all(target.group != group.name for target in TARGETS):
+            for size in group.sizes.split(","):
+                for theirs in group.against:
+                    yield Target(group.name, size, theirs, None)
+
+
+def _line(verdict: Verdict) -> str:
+    target = verdict.target
+    least = "-" if target.least is None else f"{target.least:.3g}"
+    ratio = "-" if verdict.ratio is None else f"{verdict.ratio:.3f}"
+    if verdict.low is not None:
+        ratio += f" [{verdict.low:.3f}, {verdict.high:.3f}]"
+    line = (
+        f"{target.group:12} {target.size:>6} {target.ours:16} {target.theirs:28} "
+        f"{least:>7} {ratio:>24} {verdict.word}{' (CPU > 90 %)' * verdict.busy}"
+    )
+    return line.rstrip()
 
 
 def main() -> int:
@@ -226,10 +268,12 @@ def main() -> int:
                 f"{group.name:12} {group.minutes:4g} min  {group.cluster} {group.nic} "
                 f"{group.sizes} against {', '.join(group.against)}"
             )
+        print(f"{'all':12} {sum(group.minutes for group in groups):4g} min")
         return 0
+    failed: list[str] = []
     try:
         if not options.table:
-            run(groups, options.out, options.quick)
+            failed = run(groups, options.out, options.quick)
         for line in table(options.out, options.quick):
             print(line)
     except TopoError as error:
@@ -238,7 +282,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; whole groups are kept", file=sys.stderr)
         return 130
-    return 0
+    if failed:
+        print(f"error: {', '.join(failed)} failed; run again for these alone", file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

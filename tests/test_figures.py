@@ -184,6 +184,44 @@ def test_rows_of_no_or_several_set_ups_are_refused(rows, message):
         figures.busbw_over_size(rows)
 
 
+def wired(row, ranks=((0, 1, 2, 3), (4, 5, 6, 7)), nics=((125e6,), (125e6,))):
+    links = {"ranks": ranks, "nics": nics}
+    return row | {"hosts": len(ranks), "manifest": row["manifest"] | {"links": links}}
+
+
+def test_share_of_the_wire_limit_by_size_and_by_set_up():
+    uneven = wired(ROWS[3], ((0, 2), (1,)), ((125e6,), (62.5e6,)))
+    one_host = bench_row("plan", 4096, 1e-4, hosts=1)
+    wrong = bench_row("plan", 4096, 1e-4, wrong=3)
+    figure = figures.wire_share([*map(wired, ROWS), uneven, one_host, wrong])
+    left, beside = figure.axes
+    assert left.get_title(loc="left") == "2x4, 1 Gbit/s"
+    curves = {tuple(line.get_ydata()) for line in left.get_lines() if len(line.get_xdata()) == 2}
+    own = (4096 / 119.5e6 / 0.0001, 25e6 / 119.5e6 / 0.21)
+    assert any(curve == pytest.approx(own) for curve in curves)
+    labels = [label.get_text() for label in beside.get_yticklabels()]
+    assert [label.split("\n")[0] for label in labels] == [
+        "2x4, 1 Gbit/s",
+        "2+1 dealt out, 1 / 0.5 Gbit/s",
+    ]
+    assert "1 rows with wrong results left out" in said(figure)
+    assert "1 rows of one host, where no wire is used, left out" in said(figure)
+    assert "Hollow: a token bucket" in said(figure)
+    assert_readable(figure)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([bench_row("plan", 4096, 1e-4, hosts=1)], "of several hosts, and there are none"),
+        (ROWS, "does not say what links"),
+    ],
+)
+def test_share_of_the_wire_limit_needs_a_wire_that_is_known(rows, message):
+    with pytest.raises(ConfigError, match=message):
+        figures.wire_share(rows)
+
+
 def test_prediction_counts_what_is_within_the_band():
     rows = [*ROWS, bench_row("plan", 1 << 20, 0.009, predicted_seconds=0.0045)]
     figure = figures.predicted_measured([*rows, ROWS[0] | {"predicted_seconds": None}])

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from topo_ar.execution.candidates import Candidate, CandidateLostError, Own, Run, Sample
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.flight import Span
+from topo_ar.execution.machine_load import CpuTicks, busy_share, cpu_ticks
 from topo_ar.execution.orders import PeerPlace
 from topo_ar.execution.peer import Peer
 from topo_ar.planning.calibration import predict_seconds
@@ -257,6 +258,8 @@ class _Bench:
             "seconds": samples.seconds,
             "median_seconds": seconds,
             "cpu_seconds": median(samples.cpu_seconds),
+            # Of all cores of rank 0's machine, while samples were taken.
+            "machine_cpu_share": busy_share(samples.ticks),
             "lone_seconds": lone,
             "algbw": algbw(nbytes, seconds),
             "busbw": busbw(nbytes, seconds, self.world_size),
@@ -298,13 +301,15 @@ class _Bench:
 
     def _take(self, runs: dict[str, Run], num_samples: int) -> dict[str, "_Samples"]:
         """Sample every candidate in turn; those that are lost meanwhile have no samples."""
-        mine = {name: _Samples(run.calls, [], []) for name, run in runs.items()}
+        mine = {name: _Samples(run.calls, [], [], []) for name, run in runs.items()}
         for _ in range(num_samples):
             for candidate in tuple(self.candidates):
+                begin = cpu_ticks()
                 sample = self._sample(candidate, runs[candidate.name])
                 if sample is not None:
                     mine[candidate.name].seconds.append(sample.seconds)
                     mine[candidate.name].cpu_seconds.append(sample.cpu_seconds)
+                    mine[candidate.name].ticks.append((begin, cpu_ticks()))
         return {c.name: self._slowest(mine[c.name]) for c in self.candidates}
 
     def _calls_per_sample(self, candidate: Candidate, nbytes: int) -> int:
@@ -329,7 +334,7 @@ class _Bench:
         total = torch.tensor(samples.cpu_seconds, dtype=torch.float64)
         dist.all_reduce(total, group=self._gloo)
         cpu = (total / self.world_size).tolist()
-        return _Samples(samples.calls, self._reduce_max(samples.seconds), cpu)
+        return _Samples(samples.calls, self._reduce_max(samples.seconds), cpu, samples.ticks)
 
     def _reduce_max(self, values: Sequence[float]) -> list[float]:
         most = torch.tensor(values, dtype=torch.float64)
@@ -352,6 +357,7 @@ class _Samples:
     calls: int
     seconds: list[float]
     cpu_seconds: list[float]
+    ticks: list[tuple[CpuTicks | None, CpuTicks | None]]
 
 
 def calibration_sizes(sizes: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ from topo_ar.figures.prediction import predicted_measured
 from topo_ar.figures.style import save, save_as
 from topo_ar.figures.timeline import bucket_timeline
 from topo_ar.figures.training import step_time, training_parity
+from topo_ar.figures.wire_share import wire_share
 
 __all__ = [
     "bucket_timeline",
@@ -16,4 +17,5 @@ __all__ = [
     "step_time",
     "topology_graph",
     "training_parity",
+    "wire_share",
 ]
