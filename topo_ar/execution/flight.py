@@ -1,6 +1,6 @@
 """What is in flight on a rank: collectives, their chunks, and what was done for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,12 +51,18 @@ class Collective:
 
 @dataclass(slots=True)
 class Chunk:
-    """The state of one chunk on this rank."""
+    """The state of one chunk on this rank.
+
+    `round` and `missing`, the frames that each round lacks, are those of its `Relay` if it has one;
+    the first round can begin when the node has its sum.
+    """
 
     collective: Collective
     program: ChunkProgram
     awaited: int = 0
     gathering: int = 0
+    missing: list[int] = field(default_factory=list)
+    round: int = -1
     unsent: int = 0
     added: bool = False
     copied_out: bool = False

@@ -113,6 +113,17 @@ class Kernel:
         """Reduce the partials of all nodes, each that of a rank in `rail`, in this order."""
         self._reduce(out, sources, 1 if self._rounds else self._divisor, last=True)
 
+    def reduce_partials(self, own: Array, sources: Sequence[Array]) -> None:
+        """Reduce partials of several nodes, in their order, to one in place of `own`, one of them.
+
+        All of them are used up.
+        """
+        # No source may be written over before it is read.
+        out = own if any(own is source for source in sources[:2]) else sources[0]
+        self._reduce(out, sources, 1, last=False)
+        if out is not own:
+            np.copyto(own, out)
+
     def _reduce(self, out: Array, sources: Sequence[Array], divisor: int, *, last: bool) -> None:
         if self._rounds:
             self._reduce_rounded(out, sources, divisor, last=last)

@@ -21,6 +21,7 @@ from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Chunk, Collective, Span
 from topo_ar.execution.kernels import Array
 from topo_ar.execution.program import Segment
+from topo_ar.execution.relays import Relays
 from topo_ar.execution.shared_inputs import SharedInputs
 from topo_ar.execution.transports.segment import Counter
 from topo_ar.execution.transports.shm import Node
@@ -66,6 +67,7 @@ class Pipeline:
         self.shared = shared
         self.errand: Errand | None = None
         self._used: dict[int, Flow] = {}  # flows that a program has named so far
+        self._relays = Relays(self)
         self._next_free = 0
         self._frames = 0  # expected from peers or not yet sent to them
         self.chunks: dict[int, Chunk] = {}
@@ -83,6 +85,8 @@ class Pipeline:
         collective.first = self.end
         for program in collective.program:
             chunk = Chunk(collective, program, program.awaited, program.gathering)
+            if program.relay is not None:
+                chunk.missing = [each.frames for each in program.relay.rounds]
             for peer, frames in program.expected:
                 flow = self._used[peer] = self.flows[peer]
                 flow.outstanding += frames
@@ -169,7 +173,7 @@ class Pipeline:
             slot = node.owned.segment.staging(index)
             begin = time.monotonic()
             np.copyto(slot[: source.nbytes].view(source.dtype), source)
-            self._span(Stage.INTRA_REDUCE_SCATTER, index, "copy in", begin)
+            self.span(Stage.INTRA_REDUCE_SCATTER, index, "copy in", begin)
         self.next_in = index + 1
         node.advance(Counter.COPIED_IN, self.next_in)
         if node.least(Counter.COPIED_IN) <= index:
@@ -189,13 +193,13 @@ class Pipeline:
                 chunk.collective.inputs = self._inputs(chunk.collective)
             begin = time.monotonic()
             self._reduce_shard(index, chunk)
-            self._span(Stage.INTRA_REDUCE_SCATTER, index, "reduce", begin)
+            self.span(Stage.INTRA_REDUCE_SCATTER, index, "reduce", begin)
         self.next_reduce = index + 1
         node.advance(Counter.REDUCED, self.next_reduce)
         return True
 
     def _reducible(self, index: int, chunk: Chunk) -> bool:
-        if not chunk.program.segments:
+        if chunk.program.is_inside:
             return self.node.result_free(index)
         before = self.chunks.get(index - SUM_SLOTS)
         return before is None or (before.added and before.unsent == 0)
@@ -238,18 +242,20 @@ class Pipeline:
             ]
         else:
             sources = [self._input(chunk, begin, end)]
-        if not program.segments:
-            out = self._result(index, chunk, begin, end)
+        if program.is_inside:
+            out = self.result(index, chunk, begin, end)
             kernel.reduce_all(out, sources)
             return
-        partial = self._partial(index, chunk)
+        partial = self.partial(index, chunk)
         kernel.reduce_in_node(partial, sources)
         chunk.wire_begin = chunk.wire_begin or time.monotonic()
+        if program.relay is not None:
+            self._relays.begin(index, chunk, program.relay)
         for segment in program.segments:
             kind = Kind.CONTRIBUTION if segment.parts else Kind.EXCHANGE
             for peer, first, last in segment.outgoing:
                 piece = kernel.piece(partial, first - begin, last - begin)
-                self._send(peer, kind, index, chunk, piece, segment.number)
+                self.send(peer, kind, index, chunk, piece, segment.number)
 
     def _add(self) -> bool:
         index = self.next_add
@@ -260,6 +266,8 @@ class Pipeline:
         for segment in chunk.program.segments:
             if segment.part[1] > segment.part[0]:
                 self._add_segment(index, chunk, segment)
+        if chunk.program.relay is not None:
+            self._relays.finish(index, chunk, chunk.program.relay)
         chunk.added = True
         self.next_add = index + 1
         return True
@@ -270,19 +278,19 @@ class Pipeline:
         first = chunk.program.shard_begin
         started = time.monotonic()
         sources = [
-            kernel.piece(self._partial(index, chunk), begin - first, end - first)
+            kernel.piece(self.partial(index, chunk), begin - first, end - first)
             if peer == self.rank
             else self._arrival(peer, index, chunk, segment).view(kernel.partial)
             for peer in segment.rail
         ]
-        out = self._result(index, chunk, begin, end)
+        out = self.result(index, chunk, begin, end)
         kernel.reduce_between(out, sources, segment.rail)
-        self._span(segment.stage, index, "add", started)
+        self.span(segment.stage, index, "add", started)
         if segment.parts:
             chunk.wire_begin = time.monotonic()
             for peer in segment.rail:
                 if peer != self.rank:
-                    self._send(peer, Kind.RESULT, index, chunk, out, segment.number)
+                    self.send(peer, Kind.RESULT, index, chunk, out, segment.number)
 
     def _publish(self) -> bool:
         index = self.next_publish
@@ -301,9 +309,9 @@ class Pipeline:
                 return False
         begin = time.monotonic()
         target = self._input(chunk, program.begin, program.end)
-        np.copyto(target, self._result(index, chunk, program.begin, program.end))
+        np.copyto(target, self.result(index, chunk, program.begin, program.end))
         self.next_out = index + 1
-        self._span(Stage.INTRA_ALL_GATHER, index, "copy out", begin)
+        self.span(Stage.INTRA_ALL_GATHER, index, "copy out", begin)
         chunk.copied_out = True
         self._retire(index, chunk)
         if self.next_out == chunk.collective.end:
@@ -336,6 +344,9 @@ class Pipeline:
             )
         if not chunk.wire_begin:
             chunk.wire_begin = time.monotonic()
+        if chunk.program.relay is not None:
+            relay = chunk.program.relay
+            return self._relays.destination(flow, kind, index, chunk, relay, segment)
         place = chunk.program.segment(segment, flow.rank)
         if place is None or flow.outstanding <= 0 or (kind == Kind.RESULT and not place.parts):
             raise BadFrame(flow.rank, f"of chunk {index} that nobody waits for")
@@ -343,8 +354,8 @@ class Pipeline:
             if not self.node.result_free(index):
                 return None
             begin, end = place.parts[place.rail.index(flow.rank)]
-            return self._result(index, chunk, begin, end).data.cast("B")
-        if index >= self.next_add + SUM_SLOTS:
+            return self.result(index, chunk, begin, end).data.cast("B")
+        if not self.arrival_free(index):
             return None
         return self._arrival(flow.rank, index, chunk, place).data
 
@@ -352,18 +363,22 @@ class Pipeline:
         """Count a complete frame."""
         self._frames -= 1
         chunk = self.chunks[index]
+        if chunk.program.relay is not None:
+            self._relays.arrived(flow, index, chunk, chunk.program.relay)
+            return
         if kind == Kind.RESULT:
             chunk.gathering -= 1
             if not chunk.gathering:
-                self._span(Stage.INTER_ALL_GATHER, index, "wire", chunk.wire_begin)
+                self.span(Stage.INTER_ALL_GATHER, index, "wire", chunk.wire_begin)
             return
         chunk.awaited -= 1
         if not chunk.awaited:
-            self._span(chunk.program.segments[0].stage, index, "wire", chunk.wire_begin)
+            self.span(chunk.program.segments[0].stage, index, "wire", chunk.wire_begin)
 
-    def _send(
+    def send(
         self, peer: int, kind: Kind, index: int, chunk: Chunk, payload: Array, segment: int
     ) -> None:
+        """Queue a frame of a chunk; `payload` stays as it is until it has left."""
         self.frames_unsent(chunk, 1)
 
         def done() -> None:
@@ -390,7 +405,7 @@ class Pipeline:
             return
         if chunk.unsent == 0:
             self.chunks.pop(index, None)
-        elif chunk.program.segments[0].parts:
+        elif chunk.program.shares_results:
             # Shards of the slot's next chunk lie elsewhere: its owners would write over ours.
             return
         if index == self._next_free:
@@ -401,7 +416,7 @@ class Pipeline:
         after = self._next_free + 1
         while after < self.next_out:
             unsent = self.chunks.get(after)
-            if unsent is not None and unsent.program.segments[0].parts:
+            if unsent is not None and unsent.program.shares_results:
                 break
             after += 1
         self._next_free = after
@@ -415,14 +430,20 @@ class Pipeline:
         itemsize = kernel.itemsize
         return slot[(begin - first) * itemsize : (end - first) * itemsize].view(kernel.storage)
 
-    def _result(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
+    def result(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
+        """Return elements of the result of a chunk, where the node has it."""
         return self._slice(self.node.result(index), chunk, begin, end)
 
-    def _partial(self, index: int, chunk: Chunk) -> Array:
+    def partial(self, index: int, chunk: Chunk) -> Array:
+        """Return the slot of the node's partial of a chunk, of this rank's shard."""
         kernel, program = chunk.collective.kernel, chunk.program
         nbytes = (program.shard_end - program.shard_begin) * kernel.partial_nbytes(self.rank)
         slot = self._grown(self._partials, index % SUM_SLOTS, max(nbytes, self.slot_nbytes))
         return slot[:nbytes].view(kernel.partial)
+
+    def arrival_free(self, index: int) -> bool:
+        """Tell whether the slots for what arrives of chunk `index` to be added are free."""
+        return index < self.next_add + SUM_SLOTS
 
     def sum_slot(self, index: int) -> NDArray[np.uint8]:
         """Return where the node's partial of chunk `index` is kept until it is sent."""
@@ -439,7 +460,8 @@ class Pipeline:
         """Return at least `nbytes` bytes for what `peer` sends of chunk `index` to be added."""
         return self._grown(self._arrivals[peer], index % SUM_SLOTS, nbytes)
 
-    def _span(self, stage: Stage, index: int, what: str, begin: float) -> None:
+    def span(self, stage: Stage, index: int, what: str, begin: float) -> None:
+        """Record what was done since `begin`, if that is asked for."""
         if self.spans is not None:
             self.spans.append(Span(stage, index, what, begin, time.monotonic()))
 

@@ -245,8 +245,11 @@ class Plans:
     def _program(self, plan: Plan, tensor: torch.Tensor) -> tuple[ChunkProgram, ...] | None:
         schedule = lower(plan, tensor.numel(), tensor.itemsize)
         program = compile_program(schedule, self._rank, self._slot_nbytes)
-        if program is None and self._reproducible:
+        relays = program is not None and any(chunk.relay is not None for chunk in program)
+        if self._reproducible and (program is None or relays):
             why = self._plain_reason or plan.reason
+            if relays:
+                why = "sums of some nodes are passed on"
             raise PlanError(
                 f"{plan.family} does not add in a fixed order ({why}); ask for another plan or for "
                 "reproducible=False"

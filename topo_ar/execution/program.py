@@ -1,23 +1,22 @@
 """What one rank does for each chunk of a schedule: the schedule read from its point of view."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from topo_ar.errors import PlanError
+from topo_ar.execution.relay_program import Relay, compile_relay, depths
 from topo_ar.planning.chunks import tapered_chunks
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
 from topo_ar.planning.step_list import Interval, cut
 
 # Chunks inside one node: whole lines of the cache, whatever the number of ranks.
 _NODE_ALIGN_NBYTES = 4096
-BETWEEN = (Stage.INTER_EXCHANGE, Stage.INTER_REDUCE_SCATTER)
-_RUNS = {
-    *BETWEEN,
-    Stage.INTRA_REDUCE_SCATTER,
-    Stage.INTER_ALL_GATHER,
-    Stage.INTRA_ALL_GATHER,
-}
+_ADD = (Stage.INTER_EXCHANGE, Stage.INTER_REDUCE_SCATTER, Stage.RACK_REDUCE_SCATTER)
+BETWEEN = (*_ADD, Stage.INTER_ALL_GATHER, Stage.RACK_ALL_GATHER)
+# Inside a node all memory is equally near: islands reduce with the whole node.
+_INSIDE = (Stage.ISLAND_REDUCE_SCATTER, Stage.INTRA_REDUCE_SCATTER)
+_RUNS = {*BETWEEN, *_INSIDE, Stage.ISLAND_ALL_GATHER, Stage.INTRA_ALL_GATHER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +76,8 @@ class ChunkProgram:
         Frames to be added, and frames of results.
     arriving_numel : int
         Elements that a peer sends at most to be added.
+    relay : Relay or None
+        In place of segments where sums are passed on.
     """
 
     begin: int
@@ -89,6 +90,17 @@ class ChunkProgram:
     awaited: int = 0
     gathering: int = 0
     arriving_numel: int = 0
+    relay: Relay | None = None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the sum of the node is the result."""
+        return not self.segments and self.relay is None
+
+    @property
+    def shares_results(self) -> bool:
+        """Whether this rank sends a part of the result to other nodes."""
+        return self.relay is not None or (bool(self.segments) and bool(self.segments[0].parts))
 
     def segment(self, number: int, peer: int) -> Segment | None:
         """Return the segment of that number if `peer` has a part in it, else None."""
@@ -143,33 +155,26 @@ def compile_program(
 
 
 def _compile_chunk(steps: Sequence[Step], rank: int) -> ChunkProgram:
-    node: tuple[int, ...] = (rank,)
-    shards: Sequence[Interval] = ()
-    rails = []
-    for step in steps:
-        if step.stage in BETWEEN:
-            rails.append(step)
-        elif step.stage is Stage.INTRA_REDUCE_SCATTER and rank in step.group:
-            if shards:
-                raise PlanError(
-                    f"step {step.index} repeats stage {step.stage} of chunk {step.chunk}"
-                )
-            node, shards = step.group, step.shards
-    own = [(number, step) for number, step in enumerate(rails) if rank in step.group]
+    node, shards = _in_node(steps, rank)
+    between = [step for step in steps if step.stage in BETWEEN]
+    adding = [step for step in between if step.stage in _ADD]
+    own = [step for step in adding if rank in step.group]
     if not shards:
         if not own:
             raise PlanError(f"rank {rank} has a chunk without a reduction")
-        shards = ((_hull(own[0][1])[0], _hull(own[-1][1])[1]),)
-    # A plan may order the ranks of a node by their NICs; local ranks go by number.
-    by_number = sorted(node)
-    owners = tuple(
-        sorted(
-            by_number.index(owner)
-            for owner, (begin, end) in zip(node, shards, strict=True)
-            if end > begin
-        )
+        hulls = [_hull(step) for step in own]
+        shards = ((min(begin for begin, _ in hulls), max(end for _, end in hulls)),)
+    chunk = ChunkProgram(
+        min(begin for begin, _ in shards),
+        max(end for _, end in shards),
+        *shards[node.index(rank)],
+        tuple(i for i, (begin, end) in enumerate(shards) if end > begin),
     )
-    segments = _segments(own, rank)
+    depth = depths(steps)
+    if len({depth[step.index] for step in adding}) > 1:
+        return _with_relay(chunk, between, depth, rank)
+    numbered = [(number, step) for number, step in enumerate(adding) if rank in step.group]
+    segments = _segments(numbered, rank)
     frames = Counter[int]()
     awaited = gathering = 0
     for segment in segments:
@@ -181,17 +186,52 @@ def _compile_chunk(steps: Sequence[Step], rank: int) -> ChunkProgram:
             awaited += adds
             gathering += gets
             frames[peer] += adds + gets
-    return ChunkProgram(
-        min(begin for begin, _ in shards),
-        max(end for _, end in shards),
-        *shards[node.index(rank)],
-        owners,
-        segments,
-        tuple(frames.items()),
-        awaited,
-        gathering,
-        sum(segment.part[1] - segment.part[0] for segment in segments),
+    return replace(
+        chunk,
+        segments=segments,
+        expected=tuple(frames.items()),
+        awaited=awaited,
+        gathering=gathering,
+        arriving_numel=sum(segment.part[1] - segment.part[0] for segment in segments),
     )
+
+
+def _with_relay(
+    chunk: ChunkProgram, between: Sequence[Step], depth: Mapping[int, int], rank: int
+) -> ChunkProgram:
+    own = [(depth[s.index], number, s) for number, s in enumerate(between) if rank in s.group]
+    if not own:
+        return chunk
+    relay = compile_relay(own, rank)
+    return replace(
+        chunk,
+        expected=relay.expected,
+        awaited=relay.awaited,
+        gathering=relay.gathering,
+        arriving_numel=relay.arriving_numel,
+        relay=relay,
+    )
+
+
+def _in_node(steps: Sequence[Step], rank: int) -> tuple[tuple[int, ...], tuple[Interval, ...]]:
+    """Return the ranks of a rank's node by number, and their shards; none if it is alone.
+
+    Where a node reduces in several steps, one inside the other, the last shard counts.
+    """
+    inside = [step for step in steps if step.stage in _INSIDE]
+    node, found = {rank}, 0
+    while len(node) > found:
+        found = len(node)
+        node.update(*(step.group for step in inside if not node.isdisjoint(step.group)))
+    stages = [step.stage for step in inside if rank in step.group]
+    if len(stages) > len(set(stages)):
+        raise PlanError(f"rank {rank} repeats a stage in its node in chunk {steps[0].chunk}")
+    shard: dict[int, Interval] = {}
+    for step in inside:
+        if step.group[0] in node:
+            shard.update(zip(step.group, step.shards, strict=True))
+    by_number = tuple(sorted(node))
+    return by_number, tuple(shard[each] for each in by_number) if shard else ()
 
 
 def _segments(own: Sequence[tuple[int, Step]], rank: int) -> tuple[Segment, ...]:

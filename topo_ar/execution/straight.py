@@ -41,7 +41,7 @@ _memmove, _yield = ctypes.memmove, os.sched_yield
 
 def is_straight(program: Sequence[ChunkProgram]) -> bool:
     """Tell whether a program is one chunk that one rank of the node sums up and exchanges whole."""
-    if len(program) != 1 or len(program[0].owners) != 1:
+    if len(program) != 1 or len(program[0].owners) != 1 or program[0].relay is not None:
         return False
     segments = program[0].segments
     return not segments or (len(segments) == 1 and not segments[0].parts)

@@ -5,6 +5,9 @@ from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.transports.segment import Counter
 from topo_ar.planning.schedule import Stage
 
+# How many rounds of a relay make a wait more indirect.
+_FURTHEST = 3
+
 
 def interest(pipeline: Pipeline) -> int:
     """Return which counters would let a lane go on by growing: a mask of ``1 << counter``."""
@@ -43,14 +46,20 @@ def waits_for(pipeline: Pipeline) -> Wait:
         late = _late(pipeline, counter, index)
         if late:
             return Wait(Stage.INTRA_REDUCE_SCATTER, late, text, 0)
+    relay = chunk.program.relay
     if chunk.awaited or chunk.gathering:
-        stage = Stage.INTER_ALL_GATHER
-        if chunk.awaited:
+        stage, rounds = Stage.INTER_ALL_GATHER, 0
+        if relay is not None:
+            rounds = min(max(chunk.round, 0), len(relay.rounds) - 1)
+            stage = relay.rounds[rounds].stage
+        elif chunk.awaited:
             stage = chunk.program.segments[0].stage
         late = tuple(peer for peer, _ in chunk.program.expected if pipeline.flows[peer].outstanding)
-        return Wait(stage, late, "have not sent their part", 1)
+        # A peer of a later round may itself wait for one of the round before.
+        return Wait(stage, late, "have not sent their part", 1 + min(rounds, _FURTHEST))
     late = _late(pipeline, Counter.PUBLISHED, index)
-    return Wait(Stage.INTRA_ALL_GATHER, late, "have not published their shard", 2)
+    further = 0 if relay is None else min(len(relay.rounds), _FURTHEST)
+    return Wait(Stage.INTRA_ALL_GATHER, late, "have not published their shard", 2 + further)
 
 
 def needs(pipeline: Pipeline, rank: int) -> bool:

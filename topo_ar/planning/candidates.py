@@ -13,6 +13,7 @@ from topo_ar.planning.cost_flat import FlatRounds, Rounds, seconds_of
 from topo_ar.planning.cost_levels import (
     Weighted,
     has_third_level,
+    islands_of,
     three_level,
     weighted,
     weighted_stages,
@@ -268,7 +269,14 @@ def _chunks(setting: Setting, family: Family, nbytes: int) -> tuple[tuple[int, .
             )
         case Family.HIERARCHICAL_WEIGHTED:
             return _cut(setting, family, nbytes), setting.weighted.pointless
-        case Family.DOUBLE_BINARY_TREE | Family.HIERARCHICAL_THREE_LEVEL:
+        case Family.HIERARCHICAL_THREE_LEVEL:
+            alike = not setting.runtime.islands and islands_of(setting.parameters.levels)
+            return _cut(setting, family, nbytes), (
+                f"in shared memory islands make no difference to {Family.HIERARCHICAL_PIPELINED}"
+                if alike
+                else ""
+            )
+        case Family.DOUBLE_BINARY_TREE:
             return _cut(setting, family, nbytes), ""
     return (nbytes,), ""
 

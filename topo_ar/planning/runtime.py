@@ -31,6 +31,9 @@ class Runtime:
         it, as measured ones do.
     call_seconds : float
         What starting a stage costs for each chunk, beside the latency of its messages.
+    islands : bool
+        Whether the ranks of an island reduce among themselves first; in shared memory a node
+        reduces at once, however a plan divides it.
     families : frozenset of Family
         What it runs; the others can be planned, verified, timed and exported.
     """
@@ -43,6 +46,7 @@ class Runtime:
     ring_rails: bool = False
     reduce_seconds_per_byte: float | None = None
     call_seconds: float = 0.0
+    islands: bool = True
     families: frozenset[Family] = frozenset(Family)
 
 
@@ -65,7 +69,8 @@ CPU_RUNTIME = Runtime(
     flat_bytes_per_s=0.63e9,
     message_seconds=1e-4,
     chunk_seconds=5e-5,
-    families=_STAGED | {Family.HIERARCHICAL_WEIGHTED},
+    islands=False,
+    families=_STAGED | {Family.HIERARCHICAL_WEIGHTED, Family.HIERARCHICAL_THREE_LEVEL},
 )
 
 # GPUs as their ports are: chunks are views of the buffer, and a message over the network costs its

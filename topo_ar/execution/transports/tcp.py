@@ -130,6 +130,11 @@ class Flow:
         return self._size
 
     @property
+    def segment(self) -> int:
+        """The segment of the frame that is being received, or was received last."""
+        return self._segment
+
+    @property
     def wants_out(self) -> bool:
         """Whether bytes wait for room in the socket."""
         return bool(self._queue)
