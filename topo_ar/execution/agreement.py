@@ -4,7 +4,6 @@ In debug mode every collective is compared before it begins. Each rank also leav
 the store of the process group, where the others look when somebody does not come.
 """
 
-import hashlib
 import itertools
 import os
 import sys
@@ -16,6 +15,7 @@ import msgspec
 import torch
 
 from topo_ar.errors import ExecutionError
+from topo_ar.execution.fingerprint import fingerprint
 from topo_ar.execution.gather import Channel
 from topo_ar.execution.torch_private import default_store
 
@@ -69,11 +69,8 @@ class Agreement:
         self._number += 1
         data = msgspec.json.encode((self._number, facts))
         self._store.set(str(self._channel.rank), data.decode())
-        digest = int.from_bytes(
-            hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True
-        )
         try:
-            digests = [words[0] for words in self._channel.all_gather_words([digest])]
+            digests = [words[0] for words in self._channel.all_gather_words([fingerprint(data)])]
         except ExecutionError as error:
             self._require_present(error)
             raise RuntimeError(str(error)) from None

@@ -1,6 +1,5 @@
 """Tensors as messages of bytes, and what the members of a group must agree on for each."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from topo_ar.execution.errand import Errand
+from topo_ar.execution.fingerprint import fingerprint
 
 Bytes = NDArray[np.uint8]
 Attend = Callable[[Errand], None]
@@ -25,8 +25,7 @@ class Call:
         """Return what all members must agree on for the next operation, as 64 bits, signed."""
         self.number += 1
         text = f"{self.fingerprint} {self.number} {op} {dtype} {shape}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little", signed=True)
+        return fingerprint(text.encode())
 
 
 def octets(tensor: torch.Tensor) -> Bytes:

@@ -1,6 +1,5 @@
 """The plans of a job's tensors and this rank's part of them, made once for each size and dtype."""
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from topo_ar.errors import PlanError
+from topo_ar.execution.fingerprint import fingerprint
 from topo_ar.execution.fixed_order import FixedOrder
 from topo_ar.execution.kernels import Kernel
 from topo_ar.execution.nics import with_nics
@@ -237,10 +237,8 @@ class Plans:
                 logger.info("plan for %d bytes: %s", tensor.nbytes, plan.reason)
             program = self._program(plan, tensor)
         facts = f"{plan.hash} {tensor.dtype} {self._reproducible}"
-        digest = hashlib.sha256(facts.encode()).digest()
-        fingerprint = int.from_bytes(digest[:8], "little", signed=True)
         straight = program is not None and is_straight(program)
-        return Prepared(plan, program, fingerprint, straight)
+        return Prepared(plan, program, fingerprint(facts.encode()), straight)
 
     def _program(self, plan: Plan, tensor: torch.Tensor) -> tuple[ChunkProgram, ...] | None:
         schedule = lower(plan, tensor.numel(), tensor.itemsize)

@@ -21,6 +21,7 @@ from topo_ar.compression.protocol import Compressor
 from topo_ar.compression.registry import make
 from topo_ar.compression.rows import reduce_rows
 from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.fingerprint import fingerprint
 from topo_ar.execution.node_group import NodeGroup
 from topo_ar.execution.rail_group import RailGroup
 from topo_ar.execution.torch_private import GradBucket
@@ -31,7 +32,6 @@ from topo_ar.integrations.compression_buckets import (
     Place,
     Stream,
     arrange,
-    fingerprint,
 )
 from topo_ar.integrations.compression_choice import Choose, CompressionSettings
 from topo_ar.planning.codecs import NONE, Codec
@@ -209,7 +209,7 @@ class CompressedReduction:
             self.say("sparse gradients without whole rows of floats on CPU take the plain path")
             return self._exactly(tensor, on_done)
         self.say("sparse gradients are exact, their rows being exchanged, whatever the codec")
-        mark = fingerprint(f"rows {index} {tuple(tensor.shape)} {tensor.dtype}")
+        mark = fingerprint(f"rows {index} {tuple(tensor.shape)} {tensor.dtype}".encode())
         work = partial(self._work_by_rows, tensor)
         return self.communicator.run(tensor, work, mark ^ self.next_step, on_done)
 

@@ -1,6 +1,5 @@
 """A bucket as compression sees it: its parameters by codec, and where a node's ranks cut them."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from topo_ar.compression.error_feedback import ErrorFeedback
 from topo_ar.compression.parts import all_reduce_nbytes, part_of
 from topo_ar.compression.protocol import Layout, Piece
 from topo_ar.compression.shards import shard_bounds
+from topo_ar.execution.fingerprint import fingerprint
 from topo_ar.planning.codecs import NONE, Codec
 
 
@@ -192,7 +192,7 @@ def arrange(
     text = f"{index} {dtype} {list(parameters)} {cuts}"
     mine = sum(part.shard.numel for part in parts)
     dense = all_reduce_nbytes(place.num_nodes, mine * dtype.itemsize)
-    return BucketState(tuple(parameters), parts, fingerprint(text), dense)
+    return BucketState(tuple(parameters), parts, fingerprint(text.encode()), dense)
 
 
 def _part(index: int, stream: Stream | None, pieces: Sequence[Piece], place: Place) -> Part:
@@ -210,9 +210,3 @@ def _part(index: int, stream: Stream | None, pieces: Sequence[Piece], place: Pla
     bounds = shard_bounds(whole, stream.codec if stream else NONE, place.num_local)
     shard = part_of(whole, bounds[place.local], bounds[place.local + 1])
     return Part(stream, tuple(runs), bounds, shard)
-
-
-def fingerprint(text: str) -> int:
-    """Return 64 bits of a text, signed; the same in every process."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
