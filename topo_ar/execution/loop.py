@@ -351,12 +351,8 @@ class Loop:
                 idle = 0
                 if enough():
                     return
-            elif idle < YIELDS_BEFORE_BLOCKING:
-                idle += 1
-                os.sched_yield()
             else:
-                self._wait()
-                idle = 0
+                idle = self._rest(idle)
 
     def _admit(self) -> None:
         while self._incoming:
@@ -431,12 +427,8 @@ class Loop:
             if errand.turn():
                 self._last_move = time.monotonic()
                 idle = 0
-            elif idle < YIELDS_BEFORE_BLOCKING:
-                idle += 1
-                os.sched_yield()
             else:
-                self._wait()
-                idle = 0
+                idle = self._rest(idle)
         self._last_move = time.monotonic()
         self.pipeline.errand = None
 
@@ -456,6 +448,14 @@ class Loop:
                 raise
             self._lookout.ask()
             raise LostTouch(f"gloo: {error}", stage=Stage.FLAT) from error
+
+    def _rest(self, idle: int) -> int:
+        """Yield the core, or wait after so many `idle` turns; return how many there are now."""
+        if idle < YIELDS_BEFORE_BLOCKING:
+            os.sched_yield()
+            return idle + 1
+        self._wait()
+        return 0
 
     def _wait(self) -> None:
         now = time.monotonic()

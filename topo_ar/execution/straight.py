@@ -48,7 +48,7 @@ def is_straight(program: Sequence[ChunkProgram]) -> bool:
 
 
 class Line:
-    """One program with its views of all slots; made by `Straight.line`.
+    """One program with its views of all slots; made by `Loop.line`.
 
     Parameters
     ----------
