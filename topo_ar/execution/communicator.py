@@ -141,15 +141,16 @@ class Communicator:
             require_equal(job.channel.all_gather, options)
             self.topology = topology or discover_job(job.channel, job.nodes)
             job.connect(self.topology)
+            control = None
+            # The plain path has no fixed order; debug mode is there to show what fails.
+            if not (flat or job.plain_reason or reproducible or self._debug):
+                control = job.open_control(group, timeout_s)
         except BaseException:
             job.close()
             raise
         self._shared = SharedInputs(job.channel, job.node)
         pipeline = Pipeline(job.node, self.rank, job.flows, SLOT_NBYTES, self._shared)
-        recovery = None
-        # The plain path has no fixed order; debug mode is there to show what fails.
-        if job.control is not None and not reproducible and not self._debug:
-            recovery = Recovery(job.control, pipeline)
+        recovery = Recovery(control, pipeline) if control is not None else None
         self._loop = Loop(pipeline, job, timeout_s, recovery, rail_of(job.nodes, self.rank))
         self._end = weakref.finalize(self, self._loop.abandon)
         self._end.atexit = False

@@ -52,7 +52,7 @@ class Job:
     channel : Channel
         All ranks, for set-up and the plain path.
     control : Channel or None
-        All ranks, to agree on leaving the fast path; None where there is none.
+        All ranks, to agree on leaving the fast path; None before `open_control`.
     nodes : tuple of tuple of int
         The ranks of each host.
     node : Node
@@ -85,11 +85,7 @@ class Job:
                 undo.callback(peer.close)
             self.nodes = colocation.nodes
             self.plain_reason = self._why_plain()
-            self.control = None
-            if self.plain_reason is None:
-                patience_s = _CONTROL_PATIENCE * timeout_s + _CONTROL_PATIENCE_S
-                self.control = Channel(group, patience_s)
-                undo.callback(self.control.close)
+            self.control: Channel | None = None
             rank = self.channel.rank
             mine = next(node for node in self.nodes if rank in node)
             self.node = Node(mine, rank, owned, colocation.peers)
@@ -103,6 +99,18 @@ class Job:
         if not ordered_stores():
             return "this processor does not keep the order of stores that shared counters need"
         return None
+
+    def open_control(self, group: "dist.ProcessGroup | None", timeout_s: float) -> Channel:
+        """Make `control` and return it. Collective; arguments as for the job.
+
+        Raises
+        ------
+        ExecutionError
+            If the ranks do not meet.
+        """
+        self.control = Channel(group, _CONTROL_PATIENCE * timeout_s + _CONTROL_PATIENCE_S)
+        self._undo.callback(self.control.close)
+        return self.control
 
     def connect(self, topology: Topology) -> None:
         """Connect this rank with those of other hosts. Collective.
