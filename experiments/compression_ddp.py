@@ -5,9 +5,8 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments.training import timed_step
 from experiments.workloads.resnet import ImageSet, gratings, resnet18
 from topo_ar.emulation.check import report
 from topo_ar.emulation.launch import start
@@ -92,14 +91,7 @@ class Trainee:
 
     def step(self, batch: ImageSet, *, silent: bool = False) -> float:
         """Train one step and return its seconds; all ranks begin together. Collective."""
-        dist.barrier()
-        begin = time.perf_counter()
-        self.optimizer.zero_grad()
-        with self.model.no_sync() if silent else nullcontext():
-            loss = functional.cross_entropy(self.model(batch.images), batch.labels)
-            torch.autograd.backward(loss)
-        self.optimizer.step()
-        return time.perf_counter() - begin
+        return timed_step(self.model, self.optimizer, batch.images, batch.labels, silent=silent)[0]
 
 
 @dataclass(slots=True)

@@ -5,15 +5,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments.training import timed_step
 from experiments.workloads.resnet import ImageSet, gratings, resnet18
 from topo_ar.execution.communicator import Communicator
 from topo_ar.integrations.ddp import attach
@@ -123,14 +123,7 @@ class Trainee:
 
     def step(self, batch: ImageSet, *, silent: bool = False) -> float:
         """Train one step and return its seconds; all ranks begin together. Collective."""
-        dist.barrier()
-        begin = time.perf_counter()
-        self.optimizer.zero_grad()
-        with self.model.no_sync() if silent else nullcontext():
-            loss = functional.cross_entropy(self.model(batch.images), batch.labels)
-            torch.autograd.backward(loss)
-        self.optimizer.step()
-        return time.perf_counter() - begin
+        return timed_step(self.model, self.optimizer, batch.images, batch.labels, silent=silent)[0]
 
 
 def measure_steps(settings: Settings) -> list[Record]:

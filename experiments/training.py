@@ -41,6 +41,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 60.0
 
 
+def timed_step(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    silent: bool = False,
+) -> tuple[float, torch.Tensor]:
+    """Train one step and return its seconds and loss; all ranks begin together. Collective.
+
+    A `silent` step does not communicate.
+    """
+    silence = model.no_sync() if silent else nullcontext()
+    dist.barrier()
+    begin = time.perf_counter()
+    optimizer.zero_grad()
+    with silence:
+        loss = functional.cross_entropy(model(images), labels)
+        torch.autograd.backward(loss)
+    optimizer.step()
+    return time.perf_counter() - begin, loss
+
+
 @dataclass(slots=True)
 class Candidate:
     """One model in training; `shard` is the part of every batch that this rank takes.
@@ -61,15 +84,10 @@ class Candidate:
         """Train on this rank's shard of `batch`; all ranks begin together. Collective."""
         shard = batch.take(torch.arange(len(batch)).chunk(dist.get_world_size())[self.shard])
         images = shard.images.to(next(self.model.parameters()).dtype)
-        silence = self.model.no_sync() if self.name == "compute" else nullcontext()
-        dist.barrier()
-        begin = time.perf_counter()
-        self.optimizer.zero_grad()
-        with silence:
-            loss = functional.cross_entropy(self.model(images), shard.labels)
-            torch.autograd.backward(loss)
-        self.optimizer.step()
-        self.seconds.append(time.perf_counter() - begin)
+        seconds, loss = timed_step(
+            self.model, self.optimizer, images, shard.labels, silent=self.name == "compute"
+        )
+        self.seconds.append(seconds)
         self.losses.append(loss.item())
 
     def weights(self) -> torch.Tensor:
