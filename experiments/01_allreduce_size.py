@@ -15,7 +15,7 @@ from pathlib import Path
 
 from topo_ar.cli.bench import cluster_spec, run_emulated
 from topo_ar.cli.bench_report import Report
-from topo_ar.errors import TopoError
+from topo_ar.cli.script import exit_code_of
 from topo_ar.units import parse_size
 
 
@@ -64,14 +64,8 @@ def main() -> int:
     parser.add_argument("--against", nargs="+", default=defaults.against)
     parser.add_argument("--out", type=Path, default=defaults.out)
     options = vars(parser.parse_args())
-    try:
-        return run(Config(**{**options, "against": tuple(options["against"])}))
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    config = Config(**{**options, "against": tuple(options["against"])})
+    return exit_code_of(lambda: run(config))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from typing import Any
 
 import msgspec
 
+from topo_ar.cli.script import exit_code_of
 from topo_ar.emulation.check import EmulationReport, report
 from topo_ar.emulation.launch import start
 from topo_ar.emulation.loopback import open_cluster
 from topo_ar.emulation.spec import ClusterSpec
-from topo_ar.errors import ConfigError, TopoError
+from topo_ar.errors import ConfigError
 from topo_ar.telemetry.metrics import exposed_seconds
 from topo_ar.telemetry.records import Record, RecordWriter, manifest
 from topo_ar.units import format_rate
@@ -210,14 +211,8 @@ def main() -> int:
     parser.add_argument("--nic", default=defaults.nic, help="NICs of each node")
     parser.add_argument("--epochs", type=int, default=defaults.epochs)
     parser.add_argument("--out", type=Path, default=defaults.out, help="folder for records")
-    try:
-        return run(Config(**vars(parser.parse_args())))
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    options = vars(parser.parse_args())
+    return exit_code_of(lambda: run(Config(**options)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from statistics import median
 
 from topo_ar.cli.bench import cluster_spec, run_emulated
 from topo_ar.cli.bench_report import Report
-from topo_ar.errors import TopoError
+from topo_ar.cli.script import exit_code_of
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, read_records
 from topo_ar.units import parse_size
@@ -271,21 +271,18 @@ def main() -> int:
             )
         print(f"{'all':12} {sum(group.minutes for group in groups):4g} min")
         return 0
-    failed: list[str] = []
-    try:
+
+    def work() -> int:
+        failed: list[str] = []
         if not options.table:
             failed = run(groups, options.out, options.quick)
         for line in table(options.out, options.quick):
             print(line)
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; whole groups are kept", file=sys.stderr)
-        return 130
-    if failed:
-        print(f"error: {', '.join(failed)} failed; run again for these alone", file=sys.stderr)
-    return int(bool(failed))
+        if failed:
+            print(f"error: {', '.join(failed)} failed; run again for these alone", file=sys.stderr)
+        return int(bool(failed))
+
+    return exit_code_of(work, "interrupted; whole groups are kept")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from experiments import compression_ddp
 from experiments.compression_accuracy import Training, train, trainings
 from experiments.compression_kernels import measure
 from experiments.workloads.small import load
-from topo_ar.errors import TopoError
+from topo_ar.cli.script import exit_code_of
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, RecordWriter, manifest, read_records
 
@@ -171,20 +171,17 @@ def main() -> int:
     if not (config.accuracy or config.kernels or config.ddp):
         parser.error("choose --accuracy, --kernels or --ddp")
     torch.set_num_threads(1)
-    try:
+
+    def work() -> int:
         if config.kernels:
             run_kernels(config)
         if config.accuracy:
             run_accuracy(config)
         if config.ddp:
             run_ddp(config)
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return exit_code_of(work, "interrupted; the same command goes on")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from topo_ar.errors import TopoError
+from topo_ar.cli.script import exit_code_of
 from topo_ar.planning.bounds import all_gather_bound, reduce_scatter_bound
 from topo_ar.planning.flow_graph import flow_graph
 from topo_ar.planning.level_bounds import all_reduce_lower_bound
@@ -214,17 +214,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="leave out what takes long")
     parser.add_argument("--answer", choices=SIZES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    try:
+
+    def work() -> int:
         if options.answer:
             print(json.dumps(answer(options.answer)))
             return 0
         return run(Config(out=options.out, quick=options.quick))
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+
+    return exit_code_of(work)
 
 
 if __name__ == "__main__":

@@ -46,11 +46,12 @@ from experiments.compute_load_ranks import (
     measure_steps,
 )
 from topo_ar.cli.bench_events import EventReader, write_event
+from topo_ar.cli.script import exit_code_of
 from topo_ar.emulation.check import report
 from topo_ar.emulation.launch import start
 from topo_ar.emulation.loopback import open_cluster
 from topo_ar.emulation.spec import ClusterSpec
-from topo_ar.errors import ConfigError, ExecutionError, TopoError
+from topo_ar.errors import ConfigError, ExecutionError
 from topo_ar.telemetry.metrics import RatioInterval, exposed_interval, speedup_interval
 from topo_ar.telemetry.records import Record, RecordWriter, manifest, read_records
 
@@ -233,18 +234,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small and two samples: that it runs")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for records")
     options = parser.parse_args()
-    try:
+
+    def work() -> int:
         if not options.table:
             run([options.only] if options.only else [*PARTS], options.out, quick=options.quick)
         for line in table(options.out, quick=options.quick):
             print(line)
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; whole parts are kept", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return exit_code_of(work, "interrupted; whole parts are kept")
 
 
 if __name__ == "__main__":

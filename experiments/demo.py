@@ -19,7 +19,7 @@ import msgspec
 
 from topo_ar import figures
 from topo_ar.cli.bench import cluster_spec
-from topo_ar.errors import TopoError
+from topo_ar.cli.script import exit_code_of
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, read_records
 from topo_ar.telemetry.trace import read_trace
@@ -168,14 +168,8 @@ def main() -> int:
     parser.add_argument("--sizes", default=defaults.sizes)
     parser.add_argument("--iterations", type=int, default=defaults.iterations)
     parser.add_argument("--out", type=Path, default=defaults.out)
-    try:
-        return run(Config(**vars(parser.parse_args())))
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    options = vars(parser.parse_args())
+    return exit_code_of(lambda: run(Config(**options)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from typing import Any
 
 from experiments.gpu.catalogue import CHECKS, Check
 from experiments.gpu.ranks import FAIL, LEFT_OUT, ROOT, Settings, Verdict, run
-from topo_ar.errors import ConfigError, TopoError
+from topo_ar.cli.script import exit_code_of
+from topo_ar.errors import ConfigError
 from topo_ar.telemetry.records import RecordWriter, manifest
 
 _ASK = "import torch; print(torch.cuda.device_count(), torch.cuda.is_available())"
@@ -44,14 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller of everything")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     options = parser.parse_args(arguments)
-    try:
-        return _run(options)
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code_of(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:

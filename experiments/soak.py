@@ -23,10 +23,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from topo_ar.cli.script import exit_code_of
 from topo_ar.emulation.launch import start
 from topo_ar.emulation.loopback import LoopbackCluster
 from topo_ar.emulation.spec import ClusterSpec
-from topo_ar.errors import ExecutionError, TopoError
+from topo_ar.errors import ExecutionError
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.transports.segment import HOST_ID_ENV
 from topo_ar.telemetry.records import Record, RecordWriter, manifest
@@ -233,14 +234,7 @@ def main() -> int:
     if options.pop("rank"):
         run_rank(options["steps"], options["remake_steps"])
         return 0
-    try:
-        return run(Config(**options))
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code_of(lambda: run(Config(**options)))
 
 
 if __name__ == "__main__":
