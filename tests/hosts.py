@@ -1,12 +1,20 @@
 """For tests that need emulated hosts, and for finding what a test left behind."""
 
 import functools
+import json
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from topo_ar.emulation.cluster import Cluster
+from topo_ar.emulation.launch import start
 from topo_ar.emulation.preflight import preflight
+from topo_ar.emulation.spec import ClusterSpec
+
+ROOT = Path(__file__).parents[1]
 
 _missing = functools.cache(preflight)
 
@@ -15,6 +23,20 @@ def skip_without_hosts() -> None:
     """Skip the test with the preflight's sentence where hosts cannot be emulated."""
     if _missing():
         pytest.skip(_missing()[0].sentence)
+
+
+def rows_of_ranks(spec: ClusterSpec, module: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a module on every rank of emulated hosts and return the JSON lines that they print."""
+    lines: list[bytes] = []
+    with Cluster(spec, keep=[ROOT]) as cluster:
+        job = start(
+            cluster,
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            on_line=lambda rank, line: lines.append(line),
+        )
+        assert job.wait(50).exit_code == 0, b"".join(lines).decode()
+    return [json.loads(line) for line in lines if line.startswith(b"{")]
 
 
 def processes_with(token: str) -> list[int]:

@@ -1,30 +1,13 @@
 """What compression sends, counted by the NICs of emulated hosts."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.hosts import skip_without_hosts
-from topo_ar.emulation.cluster import Cluster
-from topo_ar.emulation.launch import start
+from tests.hosts import rows_of_ranks, skip_without_hosts
 from topo_ar.emulation.spec import ClusterSpec
-
-ROOT = Path(__file__).parents[1]
 
 
 def _sent(codec: str) -> list[dict[str, object]]:
-    lines: list[bytes] = []
-    with Cluster(ClusterSpec.uniform(2, 1, ["1gbit"]), keep=[ROOT]) as cluster:
-        job = start(
-            cluster,
-            [sys.executable, "-m", "tests.wire_worker", codec],
-            cwd=ROOT,
-            on_line=lambda rank, line: lines.append(line),
-        )
-        assert job.wait(50).exit_code == 0, b"".join(lines).decode()
-    return [json.loads(line) for line in lines if line.startswith(b"{")]
+    return rows_of_ranks(ClusterSpec.uniform(2, 1, ["1gbit"]), "tests.wire_worker", codec)
 
 
 @pytest.mark.slow

@@ -1,33 +1,16 @@
 """Ranks dealt out over hosts in any order: who shares a host is found out, not assumed (R06)."""
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.hosts import skip_without_hosts
-from topo_ar.emulation.cluster import Cluster
-from topo_ar.emulation.launch import start
+from tests.hosts import rows_of_ranks, skip_without_hosts
 from topo_ar.emulation.spec import parse_spec
-
-ROOT = Path(__file__).parents[1]
 
 
 def _run(hosts: list[list[int]]) -> list[dict[str, object]]:
     spec = "".join(
         f'[[node]]\nranks = {len(ranks)}\nnics = ["1gbit"]\nrank_ids = {ranks}\n' for ranks in hosts
     )
-    lines: list[bytes] = []
-    with Cluster(parse_spec(spec), keep=[ROOT]) as cluster:
-        job = start(
-            cluster,
-            [sys.executable, "-m", "tests.placed_worker"],
-            cwd=ROOT,
-            on_line=lambda rank, line: lines.append(line),
-        )
-        assert job.wait(50).exit_code == 0, b"".join(lines).decode()
-    return [json.loads(line) for line in lines if line.startswith(b"{")]
+    return rows_of_ranks(parse_spec(spec), "tests.placed_worker")
 
 
 @pytest.mark.slow
