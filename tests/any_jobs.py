@@ -23,6 +23,8 @@ from tests.reductions import (
     reference,
     whole_numbers,
 )
+from topo_ar.planning.plan import Family
+from topo_ar.planning.runtime import CPU_RUNTIME
 
 NUM_RANKS = 8
 FLOATS = ["float32", "float64", "float16", "bfloat16"]
@@ -76,6 +78,10 @@ def _calls(draw):
     return Call(dtype, op, numel, draw(st.integers(0, 999)), any_floats, draw(st.booleans()))
 
 
+def _nbytes(call: Call) -> int:
+    return call.numel * getattr(torch, call.dtype).itemsize
+
+
 @st.composite
 def jobs(draw):
     """Any job of up to eight ranks."""
@@ -89,9 +95,11 @@ def jobs(draw):
     if len({hosts.count(host) for host in hosts}) == 1:
         kinds = ("sequential", "pipelined", "leader") if len(set(hosts)) > 1 else ("pipelined",)
         plans += [f"hierarchical_{kind}" for kind in kinds]
+    calls = tuple(draw(st.lists(_calls(), min_size=1, max_size=5)))
+    if any(_nbytes(call) > CPU_RUNTIME.max_chunk_nbytes for call in calls):
+        plans = [plan for plan in plans if plan != Family.HIERARCHICAL_SEQUENTIAL]  # one chunk
     reproducible = draw(st.booleans())
     plan = draw(st.sampled_from(plans if reproducible else [*plans, "flat"]))
-    calls = tuple(draw(st.lists(_calls(), min_size=1, max_size=5)))
     seed = draw(st.integers(0, 2**32 - 1))
     late, shared = draw(st.integers(0, 2)), draw(st.sampled_from([0, 0, 1, count]))
     debug = draw(st.sampled_from([False, False, False, True]))
