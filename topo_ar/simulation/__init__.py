@@ -1,0 +1,1 @@
+"""Flow-level simulation with contention: all-reduces and whole training steps on any topology."""
