@@ -24,11 +24,12 @@ class _Rehearsed(Communicator):
         op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM,
         on_done: Callable[[], None] | None = None,
         *,
+        plain: bool = False,
         name: str = "",
     ) -> "torch.futures.Future[torch.Tensor]":
         if tensor.numel() == 0 or self.world_size == 1:
-            return super().all_reduce(tensor, op, on_done, name=name)
-        return self._all_reduce_on_host(tensor, op, on_done)
+            return super().all_reduce(tensor, op, on_done, plain=plain, name=name)
+        return self._all_reduce_on_host(tensor, op, on_done, plain=plain)
 
 
 class LeftOutError(Exception):

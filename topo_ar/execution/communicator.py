@@ -209,6 +209,7 @@ class Communicator:
         op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM,
         on_done: Callable[[], None] | None = None,
         *,
+        plain: bool = False,
         name: str = "",
     ) -> "torch.futures.Future[torch.Tensor]":
         """Reduce `tensor` in place over all ranks and return a future of it.
@@ -234,14 +235,16 @@ class Communicator:
             ``SUM``, ``AVG`` (floating point), or another operation of torch.distributed.
         on_done : callable, optional
             Called on the communication thread just before the future completes without error.
+        plain : bool
+            Leave it to torch.distributed, in its turn, whatever the plan; the same on all ranks.
         name : str
             What debug mode calls this collective: the function that calls, unless given.
 
         Raises
         ------
         ValueError
-            If `tensor` cannot be reduced by `op`, for instance because it is not contiguous;
-            raised before anything is sent.
+            If `tensor` cannot be reduced by `op`, for instance because it is not contiguous, or by
+            the plain path where the order of summation is fixed; raised before anything is sent.
         """
         op = check(tensor, op, through_nccl=self.uses_nccl)
         inline = self._nccl is not None and tensor.is_cuda
@@ -250,17 +253,19 @@ class Communicator:
                 f"reproducible=True does not fix NCCL's order of summation on {tensor.device}; "
                 "move the tensor or make a communicator without it"
             )
+        if self._reproducible and plain:
+            raise ValueError("reproducible=True excludes the plain path, whose order is another")
         if self._debug:
-            self._compare_call(tensor, op, name)
+            self._compare_call(tensor, op, name, "plain" if plain else "planned")
         if tensor.numel() == 0 or self.world_size == 1:
             ticket = Ticket(-1, tensor, Pending(self._loop.drives_here), _nothing, on_done)
             ticket.complete()
             return ticket.future
         if inline:
-            return self._all_reduce_inline(tensor, op, on_done)
+            return self._all_reduce_inline(tensor, op, on_done, plain=plain)
         if tensor.is_cuda:
-            return self._all_reduce_on_host(tensor, op, on_done)
-        prepared = self._prepared(tensor, op)
+            return self._all_reduce_on_host(tensor, op, on_done, plain=plain)
+        prepared = None if plain else self._prepared(tensor, op)
         with self._lock:
             ticket = self._ticket(tensor, op, prepared, on_done)
             self._entrance.submit(ticket)
@@ -418,10 +423,16 @@ class Communicator:
             self._entrance.submit(ticket)
         return ticket.future
 
-    def _compare_call(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType", name: str) -> None:
+    def _compare_call(
+        self,
+        tensor: torch.Tensor,
+        op: "dist.ReduceOp.RedOpType",
+        name: str,
+        path: str = "planned",
+    ) -> None:
         if self.world_size == 1:
             return
-        compared = self.require_equal(call_facts(tensor, op, name))
+        compared = self.require_equal({**call_facts(tensor, op, name), "path": path})
         # What does not go through the loop must not overtake; a callback cannot wait.
         beside = (self.uses_nccl and tensor.is_cuda) or tensor.numel() == 0
         if beside and not self._loop.drives_here():
@@ -468,9 +479,11 @@ class Communicator:
         tensor: torch.Tensor,
         op: "dist.ReduceOp.RedOpType",
         on_done: Callable[[], None] | None,
+        *,
+        plain: bool,
     ) -> "torch.futures.Future[torch.Tensor]":
         assert self._nccl is not None
-        prepared = self._prepared(tensor, op)
+        prepared = None if plain else self._prepared(tensor, op)
         chunk_nbytes = None
         if prepared is not None and prepared.plan.family is not Family.FLAT_RING:
             chunk_nbytes = prepared.plan.chunk_nbytes
@@ -484,6 +497,8 @@ class Communicator:
         tensor: torch.Tensor,
         op: "dist.ReduceOp.RedOpType",
         on_done: Callable[[], None] | None,
+        *,
+        plain: bool,
     ) -> Pending:
         copies = self._host_copies.get(tensor.device)
         if copies is None:
@@ -493,7 +508,7 @@ class Communicator:
         theirs = Ticket(-1, tensor, future, _nothing, on_done)
         # What can fail on one rank alone comes before its ticket.
         host = copies.empty_like(tensor)
-        prepared = self._prepared(host, op)
+        prepared = None if plain else self._prepared(host, op)
         ready = copies.fetch(tensor, host)
         with self._lock:
             ticket = self._ticket(host, op, prepared)
@@ -553,6 +568,11 @@ class Communicator:
         if self._loop.fallback is not None:
             return self._loop.fallback.reason(self.nodes)
         return self._job.plain_reason
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether floats are added in a fixed order."""
+        return self._reproducible
 
     @property
     def fallbacks(self) -> int:

@@ -126,6 +126,16 @@ class CompressedReduction:
         return self._step.number + 1
 
     @property
+    def is_exact(self) -> bool:
+        """Whether nothing is compressed now nor will be; the same on all ranks."""
+        if self.why_not:
+            return True
+        if self.auto is not None and not self.auto.done:
+            return False
+        begun = bool(self.streams) or not self.settings.codecs
+        return begun and all(stream.off for stream in self.streams.values())
+
+    @property
     def scale(self) -> float:
         """What shards are multiplied by: the loss scale, less the headroom."""
         return self._step.loss_scale / self._headroom

@@ -7,6 +7,7 @@ import msgspec
 
 from topo_ar.errors import ExecutionError
 from topo_ar.execution.communicator import Communicator
+from topo_ar.integrations.turns import Turns
 from topo_ar.planning.codecs import Codec
 from topo_ar.units import format_seconds
 
@@ -39,21 +40,12 @@ class Trial:
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = tuple(choices)
-        self._seconds: list[list[float]] = [[] for _ in choices]
-        self._step = 0
-        self._began = 0.0
+        self._turns = Turns([*range(len(choices))] * _ROUNDS, _TURN_STEPS)
 
     def next_choice(self, now: float) -> Choice | None:
         """Return the choice for a step that begins at `now`, in seconds; None after the last."""
-        number = self._step // _TURN_STEPS
-        if self._step and (self._step - 1) % _TURN_STEPS:
-            before = (self._step - 1) // _TURN_STEPS % len(self.choices)
-            self._seconds[before].append(now - self._began)
-        self._began = now
-        self._step += 1
-        if number >= _ROUNDS * len(self.choices):
-            return None
-        return self.choices[number % len(self.choices)]
+        number = self._turns.next(now)
+        return None if number is None else self.choices[number]
 
     def winner(self, communicator: Communicator) -> tuple[Choice, str]:
         """Return the fastest choice, and a sentence. Collective, while nothing is in flight.
@@ -66,7 +58,7 @@ class Trial:
         ExecutionError
             If a rank cannot be heard.
         """
-        mine = msgspec.json.encode([min(seconds) for seconds in self._seconds])
+        mine = msgspec.json.encode([min(seconds) for seconds in self._turns.seconds])
         try:
             heard = [
                 msgspec.json.decode(each, type=list[float]) for each in communicator.gather(mine)

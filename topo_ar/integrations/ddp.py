@@ -28,6 +28,7 @@ from topo_ar.integrations.compression_state import State, load_state, saved_stat
 from topo_ar.integrations.gradient_norm import GradNorm, NormMeter
 from topo_ar.integrations.hook import EACH_PARAMETER, DDPHook
 from topo_ar.integrations.options import HookOptions
+from topo_ar.integrations.path_choice import PathChoice, PathChooser
 from topo_ar.integrations.trace import Recorder
 from topo_ar.integrations.zero_copy import BucketSharing
 from topo_ar.planning.joint_reasons import cap_name
@@ -137,6 +138,12 @@ class Handle:
         logger.info("advice after %d steps: %s", self._recorder.num_steps, found.reason)
 
     @property
+    def choice(self) -> PathChoice:
+        """Whether steps go as planned or by plain all-reduce, and why; see `PathChoice`."""
+        assert self.hook.path is not None
+        return self.hook.path.choice
+
+    @property
     def compression(self) -> CompressionReport:
         """What is compressed how, and the bytes that this rank sends for it."""
         compression = self.hook.compression
@@ -219,7 +226,8 @@ def attach(
     ddp : DistributedDataParallel
         Without a communication hook.
     plan, topology, timeout_s, reproducible
-        As for `Communicator`.
+        As for `Communicator`. With ``"auto"`` planned and plain all-reduce take turns early in the
+        training, and the faster stays, see `Handle.choice`; any other plan keeps to itself.
     zero_copy : bool
         Keep buckets in shared memory, see `Communicator.share`. With compression it has no effect.
     grad_norm : bool
@@ -328,6 +336,8 @@ def make_handle(
         if settings.compression == AUTO:
             ask = partial(handle.advice, settings.policy, settings.optimizer, keep_cap=True)
             compression.auto = Auto(compression, lambda: decide(communicator, handle.trace(), ask))
+    hook.path = PathChooser(communicator, plan, hook.compression)
+    hook.observers.members.append(hook.path)
     if communicator.rank == 0 and logger.isEnabledFor(logging.INFO):
         hook.advise = handle._log_advice
     return handle

@@ -16,6 +16,7 @@ from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.torch_private import GradBucket
 from topo_ar.integrations.compressed import CompressedReduction
 from topo_ar.integrations.observer import Observers
+from topo_ar.integrations.path_choice import PathChooser
 from topo_ar.integrations.trace import Recorder
 from topo_ar.integrations.zero_copy import BucketSharing
 from topo_ar.telemetry.bucket_trace import BucketCall
@@ -52,6 +53,8 @@ class DDPHook:
         What keeps exact buckets in shared memory.
     observers : Observers
         Who watches the steps.
+    path : PathChooser or None
+        What says whether a step goes as planned or the plain way; one of the observers.
     advise : callable or None
         Called once, before the first bucket after 20 steps.
     error : BaseException or None
@@ -64,6 +67,7 @@ class DDPHook:
         self.compression: CompressedReduction | None = None
         self.sharing: BucketSharing | None = None
         self.observers = Observers()
+        self.path: PathChooser | None = None
         self.advise: Callable[[], None] | None = None
         self.error: BaseException | None = None
 
@@ -106,12 +110,14 @@ class DDPHook:
         self, bucket: GradBucket, tensor: torch.Tensor, on_done: Callable[[], None]
     ) -> torch.futures.Future[torch.Tensor]:
         assert self.communicator is not None
-        if self.compression is not None:
+        plain = self.path is not None and self.path.plain
+        if self.compression is not None and not plain:
             return self.compression.reduce(bucket, tensor, on_done)
-        if self.sharing is not None:
+        if self.sharing is not None and not plain:
             self.sharing.see(bucket.index(), tensor)
         name = f"bucket {bucket.index()}"
-        return self.communicator.all_reduce(tensor, dist.ReduceOp.AVG, on_done, name=name)
+        average = dist.ReduceOp.AVG
+        return self.communicator.all_reduce(tensor, average, on_done, plain=plain, name=name)
 
     def _note(self, call: BucketCall | None) -> None:
         if self.recorder is not None and call is not None:
@@ -133,5 +139,5 @@ class DDPHook:
             advise()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("communicator", "recorder", "compression", "sharing", "advise", "error")
+        names = ("communicator", "recorder", "compression", "sharing", "path", "advise", "error")
         return {**dict.fromkeys(names), "observers": Observers()}
