@@ -125,3 +125,19 @@ def test_a_training_step_is_planned_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_codec_costs_measured_here_replace_the_assumed_ones():
+    result = _run(
+        "cpu-host", "--nodes", 2, "--params", "1M", "--policy", "int8", "--measure-codecs", "--json"
+    )
+    assert result.exit_code == 0
+    made = json.loads(result.stdout)["training"]
+    assert made["notes"][0] == "Codec costs are measured on one core of this machine."
+    assert made["codecs"][0]["slope"] > 0
+
+
+def test_nothing_to_measure_is_said():
+    result = _run("cpu-host", "--nodes", 2, "--params", "1M", "--measure-codecs")
+    assert isinstance(result.exception, ConfigError)
+    assert "--policy" in str(result.exception)

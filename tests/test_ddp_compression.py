@@ -542,6 +542,38 @@ def _exact_last(self, choices, made=Trial.__init__):
     made(self, sorted(choices, key=lambda choice: choice.codec == NONE))
 
 
+def _costs(rank, world_size, hosts, compression, policy):
+    on_hosts(rank, hosts)
+    ddp = DistributedDataParallel(model())
+    with attached(ddp, compression, policy=policy) as handle:
+        return handle.compression.costs
+
+
+@pytest.mark.parametrize(
+    ("compression", "policy", "measured"),
+    [
+        ("int8", "exact", ("int8",)),
+        ({"0.*": "int8", "*": "powersgd:2"}, "exact", ("int8", "powersgd:2")),
+        ("auto", "lossy:0.05", ("fp16", "bf16", "int8")),
+        ("rows", "exact", ()),
+    ],
+)
+def test_costs_are_measured_at_start_up_and_agreed(ranks, compression, policy, measured) -> None:
+    first, second = ranks.run(_costs, 2, [0, 1], compression, policy)
+    assert first == second
+    assert first.measured == measured
+    for codec in map(parse_codec, measured):
+        assert 0 < first.per_byte(codec) < 1e-6
+        assert 0 < first.launch(codec) < 1
+    assert ("measured at start-up on the slowest rank" in first.source) == bool(measured)
+
+
+def test_on_one_host_costs_are_not_measured(ranks) -> None:
+    (costs, _) = ranks.run(_costs, 2, [0, 0], "int8", "exact")
+    assert costs.measured == ()
+    assert "assumed" in costs.source
+
+
 def test_where_exact_sums_are_fastest_nothing_is_lost(ranks) -> None:
     for outstanding, left, buckets in ranks.run(_exact_is_fastest, 4):
         assert outstanding > 1

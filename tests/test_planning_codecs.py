@@ -12,6 +12,7 @@ from topo_ar.errors import ConfigError
 from topo_ar.planning.codec_costs import (
     CPU_COSTS,
     GPU_COSTS,
+    CodecCost,
     costs_of,
     overlapped_break_even,
     sequential_break_even,
@@ -224,6 +225,25 @@ def test_every_codec_has_a_cost_on_either_machine():
     for costs in (CPU_COSTS, GPU_COSTS):
         assert all(costs.per_byte(codec) > 0 for codec in BUILT_IN)
         assert costs.per_byte(NONE) == costs.launch(NONE) == 0
+
+
+def test_the_slowest_rank_of_each_codec_replaces_what_was_assumed():
+    one = {"int8": CodecCost(4e-9, 1e-4), "powersgd:4": CodecCost(1e-9, 1e-3)}
+    other = {"int8": CodecCost(3e-9, 2e-4), "powersgd:4": CodecCost(2e-9, 1e-5)}
+    found = CPU_COSTS.with_measured([one, other], "measured")
+    int8, powersgd = parse_codec("int8"), parse_codec("powersgd:4")
+    assert (found.per_byte(int8), found.launch(int8)) == (4e-9, 2e-4)
+    assert (found.per_byte(powersgd), found.launch(powersgd)) == (2e-9, 1e-3)
+    assert found.per_byte(parse_codec("bf16")) == CPU_COSTS.per_byte(parse_codec("bf16"))
+    assert found.measured == ("int8", "powersgd:4")
+    assert found.source == "measured"
+
+
+def test_of_one_codec_with_several_arguments_the_slowest_counts():
+    measured = {"topk:0.1": CodecCost(5e-9, 1e-4), "topk:0.01": CodecCost(1e-9, 2e-4)}
+    found = CPU_COSTS.with_measured([measured], "measured")
+    assert found.per_byte(parse_codec("topk:0.01")) == 5e-9
+    assert found.launch(parse_codec("topk:0.1")) == 2e-4
 
 
 # --- names and policies ---

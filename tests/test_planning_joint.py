@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.planning_cases import any_levels, cluster
 from topo_ar.errors import PlanError
 from topo_ar.planning.buckets import Backward, uniform_backward
-from topo_ar.planning.codec_costs import CPU_COSTS
+from topo_ar.planning.codec_costs import CPU_COSTS, CodecCost
 from topo_ar.planning.joint import CAPS_MIB, plan_training
 from topo_ar.planning.models import model_parameters
 from topo_ar.planning.parameters import Parameter
@@ -286,3 +286,33 @@ def test_runtime_of_a_preset_chooses_the_costs():
         levels(gpus), _resnet(), runtime=runtime_of(gpus), policy=parse_policy("bf16")
     )
     assert made.codecs[0].slope == pytest.approx(7.6e-13 / 8)
+
+
+def test_a_plan_says_whose_codec_costs_are_measured():
+    backward = uniform_backward((Parameter("w", (1000, 1000), "float32"),), 0.1)
+    policy = parse_policy("int8,topk:0.01")
+    costs = CPU_COSTS.with_measured([{"int8": CodecCost(1e-9, 1e-4)}], "measured here")
+    cluster = _slow_wire()
+    assumed = plan_training(cluster, backward, policy=policy).notes[-1]
+    measured = plan_training(cluster, backward, policy=policy, costs=costs).notes[-1]
+    assert "not measured here" in assumed
+    assert measured == "Codec costs are measured here, those of topk:0.01 assumed."
+
+
+def test_buckets_that_are_compressed_on_cpus_follow_one_another():
+    """The engine moves a compressed bucket from end to end before it looks at the next."""
+    backward = uniform_backward((Parameter("w", (1000, 1000), "float32"),), 0.0)
+    costs = replace(FREE, seconds_per_byte={"int8": 1e-8})
+    made = {
+        overlaps: plan_training(
+            _slow_wire(),
+            backward,
+            policy=parse_policy("int8"),
+            costs=costs,
+            runtime=replace(CPU_RUNTIME, overlaps_codecs=overlaps),
+        ).codecs[0]
+        for overlaps in (True, False)
+    }
+    assert made[False].exposed_seconds > made[True].exposed_seconds
+    # 4 MB at 1e-8 s per byte on four ranks that share them, and what the wire takes, in turn.
+    assert made[False].exposed_seconds > 4e6 * 1e-8 / 4

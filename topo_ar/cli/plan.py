@@ -135,6 +135,14 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(help="Memory of a rank's device, such as 80GB.")
     ] = None,
+    measure_codecs: Annotated[
+        bool,
+        typer.Option(
+            "--measure-codecs",
+            help="Measure here what the codecs of the policy cost a CPU core (under a second; "
+            "needs torch), in place of the assumed costs.",
+        ),
+    ] = False,
 ) -> None:
     """Plan all-reduces: every candidate's predicted time, what nothing can beat, the choice.
 
@@ -145,7 +153,15 @@ def plan(
     topo-ar plan dgx-a100 --nodes 4 --model bert-large --device-memory 80GB
     """
     training = Training(
-        params, model, trace, optimizer, dtype, device_memory, policy, backward_seconds
+        params,
+        model,
+        trace,
+        optimizer,
+        dtype,
+        device_memory,
+        policy,
+        backward_seconds,
+        measure_codecs,
     )
     if training.given:
         if exact or (sizes, family, calibration) != (None, None, None):

@@ -6,6 +6,7 @@ With ``--json`` the output is one object: ``training`` with the keys of `Trainin
 `Memory` and ``nbytes`` and ``fits``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from topo_ar.units import parse_size
 
 if TYPE_CHECKING:
     from topo_ar.planning.buckets import Backward
+    from topo_ar.planning.codec_costs import CodecCosts
+    from topo_ar.planning.codecs import Codec
     from topo_ar.planning.memory import Memory
     from topo_ar.planning.parameters import Parameter
     from topo_ar.planning.training_plan import TrainingPlan
@@ -34,6 +37,7 @@ class Training:
     device_memory: str | None = None
     policy: str | None = None
     backward_seconds: float | None = None
+    measure_codecs: bool = False
 
     @property
     def given(self) -> bool:
@@ -68,7 +72,12 @@ def plan_step(topology: "Topology", training: Training) -> "tuple[TrainingPlan, 
     both, runtime = levels(topology), runtime_of(topology)
     backward = _backward(both, training, topology)
     made = plan_training(
-        both, backward, policy=policy, topology_hash=topology_hash(topology), runtime=runtime
+        both,
+        backward,
+        policy=policy,
+        topology_hash=topology_hash(topology),
+        runtime=runtime,
+        costs=_measured(policy.allowed, len(both.nodes)) if training.measure_codecs else None,
     )
     if training.params is not None:
         note = "Only the number of parameters is known: 1024 x 1024 matrices are assumed."
@@ -99,6 +108,19 @@ def step_text(plan: "TrainingPlan", memory: "Memory", training: Training) -> str
     from topo_ar.planning.explain_training import explain_memory, explain_training
 
     return f"{explain_training(plan)}\n\n{explain_memory(memory, training.optimizer or 'adamw')}"
+
+
+def _measured(codecs: "Sequence[Codec]", num_nodes: int) -> "CodecCosts":
+    import torch
+
+    from topo_ar.compression.calibration import measure_costs
+    from topo_ar.planning.codec_costs import CPU_COSTS
+
+    if not codecs:
+        raise ConfigError("--measure-codecs measures the codecs of --policy, which allows none")
+    torch.set_num_threads(1)  # as a rank has them under torchrun
+    found = measure_costs(codecs, num_nodes)
+    return CPU_COSTS.with_measured([found], "measured on one core of this machine")
 
 
 def _backward(levels: "Levels", training: Training, topology: "Topology") -> "Backward":

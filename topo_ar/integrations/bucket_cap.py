@@ -10,6 +10,7 @@ from torch import nn
 
 from topo_ar.execution.communicator import Communicator
 from topo_ar.planning.buckets import Backward, backward_of
+from topo_ar.planning.codec_costs import CodecCosts
 from topo_ar.planning.joint import CAPS_MIB, balanced_backward, plan_training
 from topo_ar.planning.occupancy import MODES
 from topo_ar.planning.parameters import ITEMSIZES, Parameter
@@ -61,10 +62,11 @@ def advice(
     policy: Policy,
     *,
     keep_cap: bool = False,
+    costs: CodecCosts | None = None,
 ) -> TrainingPlan:
     """Return the training plan for the backward that `trace` shows, against the cap in use.
 
-    With `keep_cap` no other cap is looked at.
+    With `keep_cap` no other cap is looked at. `costs` are those of codecs, assumed if left out.
 
     Raises
     ------
@@ -80,6 +82,7 @@ def advice(
         cap_mib,
         policy,
         caps,
+        costs,
     )
 
 
@@ -96,6 +99,7 @@ def _plan(
     cap_mib: float | None = None,
     policy: Policy | None = None,
     caps_mib: Sequence[float | None] = CAPS_MIB,
+    costs: CodecCosts | None = None,
 ) -> TrainingPlan:
     mode = plan if plan in MODES else MODES[0]
     return plan_training(
@@ -104,6 +108,7 @@ def _plan(
         policy=policy,
         topology_hash=topology_hash(communicator.topology),
         runtime=runtime,
+        costs=costs,
         families=runtime.families,
         caps_mib=caps_mib,
         reference_cap_mib=cap_mib,

@@ -34,6 +34,8 @@ from topo_ar.integrations.compression_buckets import (
     arrange,
 )
 from topo_ar.integrations.compression_choice import Choose, CompressionSettings
+from topo_ar.integrations.compression_costs import costs_here
+from topo_ar.planning.codec_costs import CPU_COSTS, GPU_COSTS
 from topo_ar.planning.codecs import NONE, Codec
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class CompressedReduction:
     ----------
     auto : Auto or None
         Chooses the codecs where none are named.
+    costs : CodecCosts
+        What codecs cost: measured here, where there is something to compress.
     loss_scale : callable
         Returns what the loss of a step is multiplied by.
     reason : str
@@ -114,6 +118,14 @@ class CompressedReduction:
         self._place = Place(node.index(communicator.rank), len(node), len(nodes))
         self.why_not = communicator.groups_reason or (
             "there is one node, and so no wire in between" if len(nodes) == 1 else ""
+        )
+        on_cpu = any(parameter.is_cpu for parameter in parameters.values())
+        self.costs = (
+            GPU_COSTS
+            if not on_cpu
+            else CPU_COSTS
+            if self.why_not
+            else costs_here(communicator, settings)
         )
         self.reason = self.why_not and f"nothing is compressed: {self.why_not}"
         self.say(self.reason)
@@ -245,7 +257,11 @@ class CompressedReduction:
                 streams = {name: self._stream(self.choose(name)) for name in named}
                 found = arrange(bucket.index(), named, streams, tensor.dtype, self._place)
             else:
-                self.say(f"{tensor.dtype} on {tensor.device.type} is not compressed")
+                self.say(
+                    f"bucket {bucket.index()} ({', '.join(list(named)[:3])}, ...) stays exact: "
+                    f"codecs take float buckets on the CPU, not {tensor.dtype} on "
+                    f"{tensor.device.type}"
+                )
                 found = None
             self._buckets[bucket.index()] = key, found
         return found
@@ -390,4 +406,5 @@ class CompressedReduction:
     def report(self) -> CompressionReport:
         """Return what runs now."""
         known = (bucket for _, (_, bucket) in sorted(self._buckets.items()))
-        return CompressionReport(self.reason, tuple(b.report() for b in known if b is not None))
+        buckets = tuple(b.report() for b in known if b is not None)
+        return CompressionReport(self.reason, buckets, self.costs)

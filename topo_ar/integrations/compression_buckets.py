@@ -10,6 +10,7 @@ from topo_ar.compression.parts import all_reduce_nbytes, part_of
 from topo_ar.compression.protocol import Layout, Piece
 from topo_ar.compression.shards import shard_bounds
 from topo_ar.execution.fingerprint import fingerprint
+from topo_ar.planning.codec_costs import CPU_COSTS, CodecCosts
 from topo_ar.planning.codecs import NONE, Codec
 
 
@@ -121,10 +122,14 @@ class CompressionReport:
         Why nothing is compressed, or why what is; empty where that is just what was asked for.
     buckets : tuple of BucketReport
         Those that are compressed, in the order of the hook's calls.
+    costs : CodecCosts
+        What the planner takes codecs to cost; `costs.source` says whether they are measured, and
+        `costs.measured` which.
     """
 
     reason: str = ""
     buckets: tuple[BucketReport, ...] = ()
+    costs: CodecCosts = CPU_COSTS
 
     @property
     def sent_nbytes(self) -> int:

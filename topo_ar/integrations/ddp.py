@@ -119,6 +119,7 @@ class Handle:
         ConfigError
             If no step was trained yet or the policy is none.
         """
+        compression = self.hook.compression
         return advice(
             self.trace(),
             self.communicator,
@@ -127,6 +128,7 @@ class Handle:
             self._devices,
             parse_policy(policy, optimizer),
             keep_cap=keep_cap,
+            costs=compression.costs if compression is not None else None,
         )
 
     def _log_advice(self) -> None:

@@ -1,12 +1,29 @@
 """What a codec costs a rank in time, and the wire below which that is worth it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from topo_ar.planning.codecs import Codec
+import msgspec
+
+from topo_ar.planning.codecs import Codec, parse_codec
 from topo_ar.planning.runtime import Runtime
 
 Points = Mapping[float, float]
+
+
+class CodecCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a codec was measured to cost a rank.
+
+    Attributes
+    ----------
+    seconds_per_byte : float
+        kappa, for one byte of uncompressed gradient.
+    launch_seconds : float
+        What a step costs beside its bytes.
+    """
+
+    seconds_per_byte: float
+    launch_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +40,15 @@ class CodecCosts:
         What a message costs beside its bytes, such as the launches of kernels.
     source : str
         Where the figures come from.
+    measured : tuple of str
+        The codecs that were measured for this job; all others are assumed.
     """
 
     seconds_per_byte: Mapping[str, float]
     by_rank: Points
     source: str
     launch_seconds: Mapping[str, float] = field(default_factory=dict)
+    measured: tuple[str, ...] = ()
 
     def per_byte(self, codec: Codec) -> float:
         """Return kappa, seconds per byte of uncompressed gradient on one rank."""
@@ -39,6 +59,42 @@ class CodecCosts:
     def launch(self, codec: Codec) -> float:
         """Return seconds for each message beside its bytes."""
         return self.launch_seconds.get(codec.name, 0.0)
+
+    def with_measured(self, ranks: Sequence[Mapping[str, CodecCost]], source: str) -> "CodecCosts":
+        """Return these costs with the slowest rank's measured ones in place of the assumed.
+
+        Parameters
+        ----------
+        ranks : sequence of mapping
+            What each rank measured, by codec such as ``topk:0.01``; the same codecs on all. Where
+            several differ in their argument alone the slowest stands for all, but for PowerSGD.
+        source : str
+            Where they come from.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such codec.
+        """
+        slopes, launches = dict(self.seconds_per_byte), dict(self.launch_seconds)
+        by_rank: dict[float, float] = {}
+        seen: set[str] = set()
+        for text in ranks[0]:
+            codec = parse_codec(text)
+            slope = max(each[text].seconds_per_byte for each in ranks)
+            launch = max(each[text].launch_seconds for each in ranks)
+            if codec.name in seen:
+                launch = max(launch, launches[codec.name])
+                slope = max(slope, slopes.get(codec.name, 0.0))
+            launches[codec.name] = launch
+            if codec.name == "powersgd" and codec.argument is not None:
+                by_rank[codec.argument] = slope
+            else:
+                slopes[codec.name] = slope
+            seen.add(codec.name)
+        return CodecCosts(
+            slopes, by_rank or self.by_rank, source, launches, (*self.measured, *ranks[0])
+        )
 
 
 def _line(points: Points, at: float) -> float:
@@ -70,7 +126,7 @@ CPU_COSTS = CodecCosts(
         "randomk": 5.1e-11,
     },
     by_rank={1: 2.16e-10, 2: 2.86e-10, 4: 3.57e-10, 8: 4.59e-10},
-    source="measured on one x86-64 core with AVX-512",
+    source="assumed from one x86-64 core with AVX-512, not measured here",
 )
 
 # Passes over memory at some 3 TB/s and launches of 5 us: nobody has measured them here.
@@ -85,7 +141,7 @@ GPU_COSTS = CodecCosts(
         "randomk": 4e-13,
     },
     by_rank={1: 9e-13, 8: 1.2e-12},
-    source="assumed from memory bandwidth and kernel launches, not measured",
+    source="assumed from memory bandwidth and kernel launches, not measured here",
     launch_seconds={
         "fp16": 1e-5,
         "bf16": 1e-5,

@@ -32,7 +32,11 @@ def notes(costs: CodecCosts, policy: Policy, num_nodes: int) -> tuple[str, ...]:
     """Return what a reader must know of the figures behind the codecs."""
     if num_nodes < 2 or not policy.allowed:
         return ()
-    return (f"Codec costs are {costs.source}; a calibration replaces them.",)
+    assumed = [codec for codec in map(str, policy.allowed) if codec not in costs.measured]
+    text = f"Codec costs are {costs.source}"
+    if costs.measured and assumed:
+        text += f", those of {', '.join(assumed)} assumed"
+    return (f"{text}.",)
 
 
 def cap_name(cap_mib: float | None) -> str:

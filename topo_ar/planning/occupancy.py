@@ -1,7 +1,7 @@
 """What the all-reduce of one bucket occupies, chunk by chunk, with or without a codec."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from topo_ar.planning.buckets import Bucket
@@ -90,7 +90,8 @@ class Pricing:
 
         The seconds are the cost model's of every stage, scaled so that the bucket alone and exact
         takes what its candidate predicts; outer stages count as one. A codec needs the stages of a
-        hierarchy and several nodes, else it is left out. PowerSGD takes a bucket in one chunk.
+        hierarchy and several nodes, else it is left out. PowerSGD takes a bucket in one chunk, and
+        every codec where the runtime does not overlap them; then a bucket has all for itself.
         """
         candidate = self.candidate(bucket.nbytes, mode)
         if candidate.family not in STAGED:
@@ -103,13 +104,16 @@ class Pricing:
         scale = float(candidate.seconds / alone) if alone else 1
         if codec == NONE or self.setting.parameters.num_nodes < 2:
             return exact.scaled(scale, bucket.ready_seconds)
-        sizes = (bucket.nbytes,) if codec.whole else candidate.chunk_nbytes
+        overlaps = self.setting.runtime.overlaps_codecs
+        one = codec.whole or not overlaps
+        sizes = (bucket.nbytes,) if one else candidate.chunk_nbytes
         kappa = self.costs.per_byte(codec) / self.sharing
         launch = self.costs.launch(codec)
         coded = _job(pipeline, sizes, *self._wire(bucket, codec))
-        return coded.scaled(
+        found = coded.scaled(
             scale, bucket.ready_seconds, codec=[kappa * size + launch for size in sizes]
         )
+        return found if overlaps else replace(found, alone=True)
 
     def _wire(self, bucket: Bucket, codec: Codec) -> tuple[float, float]:
         """Return the bytes and the latencies of `codec` as parts of those of an exact sum."""

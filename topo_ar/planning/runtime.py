@@ -34,6 +34,9 @@ class Runtime:
     islands : bool
         Whether the ranks of an island reduce among themselves first; in shared memory a node
         reduces at once, however a plan divides it.
+    overlaps_codecs : bool
+        Whether chunks of a compressed bucket overlap as those of others; else its stages follow
+        one another, and so do buckets.
     families : frozenset of Family
         What it runs; the others can be planned, verified, timed and exported.
     """
@@ -47,6 +50,7 @@ class Runtime:
     reduce_seconds_per_byte: float | None = None
     call_seconds: float = 0.0
     islands: bool = True
+    overlaps_codecs: bool = True
     families: frozenset[Family] = frozenset(Family)
 
 
@@ -70,6 +74,7 @@ CPU_RUNTIME = Runtime(
     message_seconds=1e-4,
     chunk_seconds=5e-5,
     islands=False,
+    overlaps_codecs=False,
     families=_STAGED | {Family.HIERARCHICAL_WEIGHTED, Family.HIERARCHICAL_THREE_LEVEL},
 )
 
