@@ -310,6 +310,10 @@ class Communicator:
     @property
     def groups_reason(self) -> str | None:
         """Why `run` has no groups to offer; None where it has. The same on all ranks."""
+        return self.plain_reason or self._why_no_groups
+
+    @property
+    def _why_no_groups(self) -> str | None:
         if self._job.plain_reason is not None:
             return self._job.plain_reason
         return None if is_equal(self.nodes) else "the nodes have unequal numbers of ranks"
@@ -320,6 +324,8 @@ class Communicator:
         work: Callable[[NodeGroup, RailGroup], None],
         fingerprint: int,
         on_done: Callable[[], None] | None = None,
+        *,
+        averages: bool = False,
     ) -> "torch.futures.Future[torch.Tensor]":
         """Let the communication thread do `work` with the groups of this rank.
 
@@ -337,17 +343,23 @@ class Communicator:
             64 bits, signed: tells works apart that ranks must not mix.
         on_done : callable, optional
             As for `all_reduce`.
+        averages : bool
+            Whether `work` puts the mean over the ranks of what is in `tensor` in its place: where
+            the job has left the fast path before, gloo does that instead. Otherwise the future then
+            fails, on every rank.
 
         Raises
         ------
         ConfigError
-            If there are no such groups; see `groups_reason`.
+            If there never were such groups; see `groups_reason`.
         """
-        if self.groups_reason is not None:
-            raise ConfigError(f"there are no groups to work with: {self.groups_reason}")
+        if self._why_no_groups is not None:
+            raise ConfigError(f"there are no groups to work with: {self._why_no_groups}")
         if self._debug:
             self.require_equal({"work of codecs": f"{fingerprint:x}", **tensor_facts(tensor)})
-        return self._submit(tensor, GroupWork(work, fingerprint), on_done)
+        plain = partial(reduce_plainly, self._job.channel, op=dist.ReduceOp.AVG)
+        group_work = GroupWork(work, fingerprint)
+        return self._submit(tensor, group_work, on_done, plain if averages else None)
 
     def require_equal(self, facts: Facts) -> "torch.futures.Future[torch.Tensor]":
         """Compare facts with those of all ranks, in the order of the collectives. Collective.
@@ -414,12 +426,13 @@ class Communicator:
         tensor: torch.Tensor,
         work: GroupWork | Callable[[], None],
         on_done: Callable[[], None] | None = None,
+        plain: Callable[[torch.Tensor], None] | None = None,
     ) -> Pending:
         """Let the communication thread do `work` in the order of the collectives."""
         with self._lock:
             number = self._next_ticket
             self._next_ticket = number + 1
-            ticket = Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done)
+            ticket = Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done, plain)
             self._entrance.submit(ticket)
         return ticket.future
 

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import msgspec
 import torch
@@ -121,16 +122,18 @@ class Channel:
         gathered = self._gather_equal(padded)
         return [part[:size].numpy().tobytes() for part, size in zip(gathered, sizes, strict=True)]
 
-    def all_gather_words(self, words: Sequence[int]) -> list[list[int]]:
+    def all_gather_words(
+        self, words: Sequence[int], timeout_s: float | None = None
+    ) -> list[list[int]]:
         """Return the integers of every rank, in rank order; all ranks give equally many.
 
         Raises
         ------
         ExecutionError
-            If a rank is gone or late.
+            If a rank is gone or late; after `timeout_s`, where given, the channel is at its end.
         """
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
-        return [gathered.tolist() for gathered in self._gather_equal(mine)]
+        return [gathered.tolist() for gathered in self._gather_equal(mine, timeout_s)]
 
     def gather_rows(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the `row` of every rank to `rows`, one below the other.
@@ -157,10 +160,16 @@ class Channel:
         except RuntimeError as error:
             raise Unreachable(f"rank {self.rank} cannot reach all others: {error}") from None
 
-    def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _gather_equal(
+        self, tensor: torch.Tensor, timeout_s: float | None = None
+    ) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         try:
-            self._group.allgather([gathered], [tensor]).wait()
+            work = self._group.allgather([gathered], [tensor])
+            if timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise Unreachable(f"rank {self.rank} cannot reach all others: {error}") from None
         return gathered

@@ -39,6 +39,17 @@ class Failure(msgspec.Struct, frozen=True):
         return data
 
     @property
+    def own(self) -> bool:
+        """Whether the rank that saw it is the one at fault, in work of its own."""
+        return self.ranks == (self.seen_by,)
+
+    def and_then(self, error: ExecutionError) -> "Failure":
+        """Return the report for a failure that could not be survived because of another one."""
+        text = f"{self.text}; and the ranks could not agree to go on without it: {error}"
+        ranks = tuple(dict.fromkeys((*self.ranks, *error.ranks)))
+        return msgspec.structs.replace(self, text=text, ranks=ranks)
+
+    @property
     def place(self) -> str:
         """Where it happened, as part of a sentence: stage and collective as far as known."""
         stage = f" in stage {self.stage}" if self.stage else ""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -30,7 +31,7 @@ from topo_ar.execution.lookout import Lookout
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.program import ChunkProgram
 from topo_ar.execution.recovery import Fallback, Recovery
-from topo_ar.execution.straight import Line, Straight, collective_of
+from topo_ar.execution.straight import Line, Straight, collective_of, stage_of
 from topo_ar.execution.switching import PromptSwitching
 from topo_ar.execution.ticket import Broken, GroupWork, Ticket
 from topo_ar.execution.waiting import interest, waits_for
@@ -43,6 +44,8 @@ _PATIENCE = 0.05
 _PATIENCE_S = 0.5
 # What a thread that gives up needs for patience and to tell its peers.
 _FAREWELL_S = 2.5
+# How long who leaves stays at hand for ranks that are still at work on what it took part in.
+_LINGER_S = 2.0
 
 _T = TypeVar("_T")
 
@@ -289,7 +292,10 @@ class Loop:
             self._recovery is not None
             and self.fallback is None
             and not self._lookout.asked
-            and all(ticket.plain is not None for ticket in self._open.values())
+            and all(
+                ticket.plain is not None and isinstance(ticket.work, Collective)
+                for ticket in self._open.values()
+            )
         )
 
     def _recover(self, failure: Failure) -> None:
@@ -300,9 +306,10 @@ class Loop:
         try:
             self._in_touch(lambda: recovery.agree(failed=True))
             self._fall_back(failure)
-        except LostTouch as error:
-            text = f"{failure.text}; and the ranks could not agree to go on without it: {error}"
-            raise Reported(msgspec.structs.replace(failure, text=text)) from None
+        except ExecutionError as error:
+            if not (isinstance(error, LostTouch) or failure.own):
+                raise  # what broke was the first sign of it
+            raise Reported(failure.and_then(error)) from None
 
     def _fall_back(self, failure: Failure | None) -> None:
         assert self._recovery is not None
@@ -322,9 +329,8 @@ class Loop:
 
     def _leave(self) -> None:
         if self.error is None:
-            left = Failure("it closed its communicator", (self.pipeline.rank,), "", -1, left=True)
-            self._node.owned.segment.write_failure(left.encode())
-            self._node.wake_everyone()
+            self._say_farewell()
+            self._linger()
         with self._lock:
             doorbell, self._doorbell = self._doorbell, -1
         self._lookout.close()
@@ -332,6 +338,22 @@ class Loop:
         os.close(doorbell)
         self.pipeline.release()
         self._job.close()
+
+    def _say_farewell(self) -> None:
+        left = Failure("it closed its communicator", (self.pipeline.rank,), "", -1, left=True)
+        self._node.owned.segment.write_failure(left.encode())
+        self._node.wake_everyone()
+
+    def _linger(self) -> None:
+        """Take part in the fallback of ranks that fail while this one has all it needs."""
+        recovery = self._recovery
+        if recovery is None or not self._unsettled or self.fallback is not None:
+            return
+        # Who does not come in time either works on without this rank, or is at its end.
+        with contextlib.suppress(ExecutionError):
+            if not recovery.agree(failed=False, timeout_s=_LINGER_S):
+                self._fall_back(None)
+                self._say_farewell()
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -374,11 +396,21 @@ class Loop:
                     self._complete(ticket.number)
             elif self.pipeline.busy:
                 return
+            elif isinstance(ticket.work, GroupWork) and self._cannot_do(ticket):
+                self._incoming.popleft()
             elif isinstance(ticket.work, GroupWork | Broken) or self._settled():
                 self._open[ticket.number] = ticket
                 self._incoming.popleft()
                 self._do(ticket)
                 self._complete(ticket.number)
+
+    def _cannot_do(self, ticket: Ticket) -> bool:
+        """Fail the future of work with groups that has no plain counterpart, if it needs one."""
+        if self.fallback is None or ticket.plain is not None:
+            return False
+        why = self.fallback.reason(self._job.nodes)
+        ticket.fail(ExecutionError(f"codecs need the fast path, which the job has left: {why}"))
+        return True
 
     def _settled(self) -> bool:
         """See that no rank needs this one on the fast path, before gloo blocks it.
@@ -402,14 +434,12 @@ class Loop:
             raise ExecutionError(f"rank {me}: {work.why}", ranks=(me,), stage=Stage.FLAT)
         if isinstance(work, GroupWork):
             assert self._groups is not None
-            if self.fallback is not None:
-                raise ExecutionError(
-                    "codecs need the fast path, which the job has left: "
-                    + self.fallback.reason(self._job.nodes)
-                )
-            self._last_move = time.monotonic()
-            self._groups.do(work)
-            return
+            if self.fallback is None:
+                self._last_move = time.monotonic()
+                self._groups.do(work)
+                return
+            assert ticket.plain is not None
+            work = partial(ticket.plain, ticket.tensor)
         assert not isinstance(work, Collective)
         try:
             self._in_touch(work)
@@ -491,6 +521,8 @@ class Loop:
             stage = waits_for(self.pipeline).stage
             chunk = self.pipeline.chunks.get(self.pipeline.next_out)
             number = number if chunk is None else chunk.collective.number
+        elif number in self._open and isinstance(self._open[number].work, Collective):
+            stage = stage_of(error)  # past the lanes, which know of nothing
         return failure_of(error, self.pipeline.rank, stage, number)
 
     def _fail(self, error: BaseException) -> None:

@@ -71,15 +71,15 @@ class Recovery:
         self._pipeline = pipeline
         self._progress: list[int] = []
 
-    def agree(self, *, failed: bool) -> bool:
+    def agree(self, *, failed: bool, timeout_s: float | None = None) -> bool:
         """Tell whether all ranks are done with the fast path so far; else all have to `finish`.
 
         Raises
         ------
         ExecutionError
-            If a rank is gone or does not come.
+            If a rank is gone or does not come, within `timeout_s` where that is given.
         """
-        status = self._control.all_gather_words([failed, self._pipeline.next_out])
+        status = self._control.all_gather_words([failed, self._pipeline.next_out], timeout_s)
         self._progress = [next_out for _, next_out in status]
         return not any(failed for failed, _ in status)
 
@@ -156,4 +156,4 @@ def _require_equal(reports: Sequence[Report], me: int) -> None:
 def _cause(reports: Sequence[Report]) -> Failure:
     """Return the failure to tell of: that of a rank which blames itself, if there is one."""
     failures = [report.failure for report in reports if report.failure is not None]
-    return min(failures, key=lambda failure: failure.ranks != (failure.seen_by,))
+    return min(failures, key=lambda failure: not failure.own)

@@ -29,7 +29,8 @@ from topo_ar.execution.transports.segment import (
     STAGING_SLOTS,
     Counter,
 )
-from topo_ar.execution.transports.tcp import Flow, Kind, frame_header
+from topo_ar.execution.transports.tcp import BadFrame, Flow, Kind, PeerGone, frame_header
+from topo_ar.planning.schedule import Stage
 
 _YIELDS = 20
 # The lanes look for dead ranks; until they take over nobody does.
@@ -308,6 +309,12 @@ def _arrives(flow: Flow, header: bytes, target: memoryview) -> bool:
         if flow.unexpected:
             return False
     return False
+
+
+def stage_of(error: BaseException) -> Stage:
+    """Return in which stage of a line an exception was met."""
+    between = isinstance(error, PeerGone | BadFrame)
+    return Stage.INTER_EXCHANGE if between else Stage.INTRA_REDUCE_SCATTER
 
 
 def collective_of(line: Line, number: int, pointer: int) -> Collective:

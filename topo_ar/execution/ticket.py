@@ -73,7 +73,8 @@ class Ticket:
 
     `work` is a `Collective` for the pipeline, a `GroupWork`, or a function that reduces by the
     plain path; `on_done` runs before anyone who waits for the future learns of it. `plain` reduces
-    the tensor of a `Collective`, or the rest of it, where the fast path has to be left.
+    the tensor of a `Collective`, or the rest of it, where the fast path has to be left, and that of
+    a `GroupWork` where it was left before.
     """
 
     number: int

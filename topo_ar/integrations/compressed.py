@@ -161,11 +161,7 @@ class CompressedReduction:
         if bucket.index() or self.why_not:
             return
         self.settle()
-        if self.communicator.groups_reason:
-            self.why_not = self.communicator.groups_reason
-            self.reason = f"compression ends, and what was not sent is dropped: {self.why_not}"
-            self._buckets.clear()
-            self.say(self.reason, logging.WARNING)
+        if self.ended():
             return
         for codec, found in self._step.drift.items():
             self._heed(self.streams[codec], found)
@@ -179,6 +175,16 @@ class CompressedReduction:
             self.auto.begin(self._num_seen)
         for stream in self.streams.values():
             self._warm_up(stream)
+
+    def ended(self) -> bool:
+        """Tell whether nothing is compressed any more, as when the job left the fast path."""
+        reason = self.communicator.groups_reason
+        if reason and not self.why_not:
+            self.why_not = reason
+            self.reason = f"compression ends, and what was not sent is dropped: {reason}"
+            self._buckets.clear()
+            self.say(self.reason, logging.WARNING)
+        return bool(self.why_not)
 
     def settle(self) -> None:
         """End the step at hand: if anything was not finite, it leaves no trace anywhere."""
@@ -207,7 +213,8 @@ class CompressedReduction:
         if found is None:
             return self._exactly(tensor, on_done)
         work = partial(self._work, found, tensor, self._goes_both_ways(bucket.index()))
-        return self.communicator.run(tensor, work, found.fingerprint ^ self.next_step, on_done)
+        mark = found.fingerprint ^ self.next_step
+        return self.communicator.run(tensor, work, mark, on_done, averages=True)
 
     def _exactly(self, tensor: torch.Tensor, on_done: Done) -> Future:
         def done() -> None:
@@ -233,7 +240,8 @@ class CompressedReduction:
         self.say("sparse gradients are exact, their rows being exchanged, whatever the codec")
         mark = fingerprint(f"rows {index} {tuple(tensor.shape)} {tensor.dtype}".encode())
         work = partial(self._work_by_rows, tensor)
-        return self.communicator.run(tensor, work, mark ^ self.next_step, on_done)
+        mark ^= self.next_step
+        return self.communicator.run(tensor, work, mark, on_done, averages=True)
 
     def _work_by_rows(self, tensor: torch.Tensor, node: NodeGroup, rail: RailGroup) -> None:
         total = reduce_rows(tensor, rail, node).total

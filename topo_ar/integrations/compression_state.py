@@ -2,11 +2,13 @@
 
 import json
 import logging
+from collections.abc import Callable
 
 import torch
 
 from topo_ar.compression import checkpoint
 from topo_ar.compression.powersgd import PowerSGD
+from topo_ar.errors import ExecutionError
 from topo_ar.execution.node_group import NodeGroup
 from topo_ar.execution.rail_group import RailGroup
 from topo_ar.integrations.compressed import CompressedReduction
@@ -26,7 +28,7 @@ def saved_state(compression: CompressedReduction | None, exact: bool) -> State:
     It has the residual of every parameter that may be compressed, also before the first step, so
     that what reads checkpoints into a state that is there finds a place for each.
     """
-    if compression is None or compression.why_not:
+    if compression is None or compression.ended():
         return {}
     made: list[State] = []
     compression.settle()
@@ -34,8 +36,20 @@ def saved_state(compression: CompressedReduction | None, exact: bool) -> State:
     def work(node: NodeGroup, rail: RailGroup) -> None:
         made.append(_gathered(compression, exact, node, rail))
 
-    compression.communicator.run(torch.empty(0), work, -1).wait()
-    return made[0]
+    return made[0] if _done(compression, work, -1) else {}
+
+
+def _done(
+    compression: CompressedReduction, work: Callable[[NodeGroup, RailGroup], None], mark: int
+) -> bool:
+    """Let the ranks do `work`; False where that came to nothing, as compression has ended."""
+    try:
+        compression.communicator.run(torch.empty(0), work, mark).wait()
+    except ExecutionError:
+        if compression.communicator.error is not None or not compression.ended():
+            raise
+        return False
+    return True
 
 
 def _gathered(
@@ -84,7 +98,7 @@ def load_state(compression: CompressedReduction | None, state: State) -> None:
     ConfigError
         If it is none.
     """
-    if compression is None or compression.why_not:
+    if compression is None or compression.ended():
         if state:
             logger.warning("nothing is compressed here, so what was not sent yet is dropped")
         return
@@ -115,7 +129,7 @@ def _take_over(compression: CompressedReduction, state: State) -> None:
                 part = _part(state, codec, shapes)
                 checkpoint.load_state_dict(stream.feedback, part, rail, node)
 
-    compression.communicator.run(torch.empty(0), work, -2).wait()
+    _done(compression, work, -2)
 
 
 def _part(state: State, codec: Codec, shapes: dict[str, tuple[int, ...]]) -> State:

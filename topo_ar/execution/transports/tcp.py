@@ -303,7 +303,7 @@ class Flow:
         self.ended = True
         cause = f" ({errno.errorcode.get(error.errno or 0, error)})" if error else ""
         return PeerGone(
-            f"rank {self.rank} closed its connection{cause}: it died or left the job",
+            f"the connection to rank {self.rank} ended{cause}: it died, left or lost the network",
             ranks=(self.rank,),
         )
 
