@@ -197,7 +197,8 @@ def test_who_fails_long_after_the_others_closed_says_both(ranks, hosts) -> None:
     texts = ranks.run(_too_late, 4, hosts)
     text, seconds = texts[1]
     assert "MemoryError: injected; and the ranks could not agree to go on without it" in text
-    assert "rank 1 is on node" in text
+    assert "on node 0" in text
+    assert "last completed collective 0" in text
     assert seconds < 8.0
     assert [other for other, _ in (texts[0], *texts[2:])] == [""] * 3
 

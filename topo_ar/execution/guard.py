@@ -86,9 +86,10 @@ def whereabouts(ranks: Sequence[int], nodes: Sequence[tuple[int, ...]]) -> str:
     """Return on which nodes `ranks` are, as the beginning of a sentence."""
     parts = []
     for at, node in enumerate(nodes):
-        there = [str(rank) for rank in ranks if rank in node]
+        there = [str(rank) for rank in sorted(ranks) if rank in node]
         if there:
-            parts.append(f"rank {', '.join(there)} is on node {at}")
+            subject = f"rank {there[0]} is" if len(there) == 1 else f"ranks {', '.join(there)} are"
+            parts.append(f"{subject} on node {at}")
     return "".join(f"{part}; " for part in parts)
 
 
