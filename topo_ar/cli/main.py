@@ -15,6 +15,7 @@ from topo_ar.cli.export import export
 from topo_ar.cli.plan import plan
 from topo_ar.cli.probe import probe
 from topo_ar.cli.show import show
+from topo_ar.cli.simulate import simulate
 from topo_ar.errors import TopoError
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ app.command()(probe)
 app.command()(show)
 app.command()(diff)
 app.command()(plan)
+app.command()(simulate)
 app.command()(bench)
 app.command()(explain)
 app.command()(export)

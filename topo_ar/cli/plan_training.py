@@ -70,7 +70,7 @@ def plan_step(topology: "Topology", training: Training) -> "tuple[TrainingPlan, 
     device = None if training.device_memory is None else parse_size(training.device_memory)
     policy = parse_policy(training.policy or "exact", optimizer)
     both, runtime = levels(topology), runtime_of(topology)
-    backward = _backward(both, training, topology)
+    backward = backward_for(both, training, topology)
     made = plan_training(
         both,
         backward,
@@ -123,7 +123,14 @@ def _measured(codecs: "Sequence[Codec]", num_nodes: int) -> "CodecCosts":
     return CPU_COSTS.with_measured([found], "measured on one core of this machine")
 
 
-def _backward(levels: "Levels", training: Training, topology: "Topology") -> "Backward":
+def backward_for(levels: "Levels", training: Training, topology: "Topology") -> "Backward":
+    """Return the backward that the options describe.
+
+    Raises
+    ------
+    ConfigError
+        If an option is not usable or options contradict each other.
+    """
     from topo_ar.planning.buckets import backward_of, uniform_backward
     from topo_ar.planning.joint import balanced_backward
     from topo_ar.planning.runtime import runtime_of

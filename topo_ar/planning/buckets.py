@@ -115,6 +115,31 @@ def backward_of(trace: BucketTrace) -> Backward:
     )
 
 
+def trace_buckets(trace: BucketTrace) -> list[Bucket]:
+    """Return the buckets of `trace` as they were, with the ready times of `backward_of`.
+
+    Raises
+    ------
+    ConfigError
+        As `backward_of`.
+    """
+    backward = backward_of(trace)
+    calls = next(step.buckets for step in reversed(trace.steps) if step.buckets)
+    made, first = [], 0
+    for call in calls:
+        members = backward.parameters[first : first + max(1, len(call.shapes))]
+        first += len(members)
+        made.append(
+            Bucket(
+                shapes=tuple(parameter.shape for parameter in members),
+                nbytes=sum(parameter.nbytes for parameter in members),
+                itemsize=_itemsize(members[0]),
+                ready_seconds=backward.ready_seconds[first - 1],
+            )
+        )
+    return made
+
+
 def _parameters(call: BucketCall) -> list[Parameter]:
     if not call.shapes:  # an early trace: the bucket cannot be divided
         return [Parameter("+".join(call.parameters) or "?", (call.numel,), call.dtype)]

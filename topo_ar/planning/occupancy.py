@@ -104,18 +104,23 @@ class Pricing:
         scale = float(candidate.seconds / alone) if alone else 1
         if codec == NONE or self.setting.parameters.num_nodes < 2:
             return exact.scaled(scale, bucket.ready_seconds)
-        overlaps = self.setting.runtime.overlaps_codecs
-        one = codec.whole or not overlaps
-        sizes = (bucket.nbytes,) if one else candidate.chunk_nbytes
-        kappa = self.costs.per_byte(codec) / self.sharing
-        launch = self.costs.launch(codec)
-        coded = _job(pipeline, sizes, *self._wire(bucket, codec))
+        sizes = self.chunks(candidate, codec)
+        coded = _job(pipeline, sizes, *self.wire(bucket, codec))
         found = coded.scaled(
-            scale, bucket.ready_seconds, codec=[kappa * size + launch for size in sizes]
+            scale, bucket.ready_seconds, codec=[self.codec_seconds(codec, size) for size in sizes]
         )
-        return found if overlaps else replace(found, alone=True)
+        return replace(found, alone=not self.setting.runtime.overlaps_codecs)
 
-    def _wire(self, bucket: Bucket, codec: Codec) -> tuple[float, float]:
+    def chunks(self, candidate: Candidate, codec: Codec) -> tuple[int, ...]:
+        """Return the bytes of the chunks in which a candidate's buffer is encoded and reduced."""
+        whole = codec.whole or (codec != NONE and not self.setting.runtime.overlaps_codecs)
+        return (sum(candidate.chunk_nbytes),) if whole else candidate.chunk_nbytes
+
+    def codec_seconds(self, codec: Codec, nbytes: int) -> float:
+        """Return what a rank spends on its part of a chunk of `nbytes` bytes."""
+        return self.costs.per_byte(codec) / self.sharing * nbytes + self.costs.launch(codec)
+
+    def wire(self, bucket: Bucket, codec: Codec) -> tuple[float, float]:
         """Return the bytes and the latencies of `codec` as parts of those of an exact sum."""
         n = self.setting.parameters.num_nodes
         hops = sum(m.hops(n) for m in codec.messages(bucket.shapes, n, bucket.itemsize))

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 
 from topo_ar.errors import PlanError
+from topo_ar.planning.plan import Plan
 from topo_ar.planning.runtime import Runtime, runtime_of
 from topo_ar.planning.schedule import Schedule
 from topo_ar.simulation.engine import TaskTime, run
 from topo_ar.simulation.routes import Routes
-from topo_ar.simulation.templates import FoldedStep, LinkUse, Templates, schedule_tasks
+from topo_ar.simulation.templates import FoldedStep, LinkUse, Templates, link_rows, schedule_tasks
+from topo_ar.telemetry.metrics import algbw, busbw, slow_link_busbw
+from topo_ar.telemetry.records import Record
 from topo_ar.topology.graph import RateKind
 from topo_ar.topology.model import Topology
 
@@ -86,3 +89,32 @@ def simulate(
         tuple(inside.tolist()),
         tuple(between.tolist()),
     )
+
+
+def collective_record(found: Simulated, plan: Plan, hosts: int) -> Record:
+    """Return a record with the keys of a row of ``topo-ar bench``, for figures and comparisons."""
+    nbytes, seconds = plan.nbytes, found.seconds
+    return {
+        "collective": "all_reduce",
+        "simulated": True,
+        "candidate": "simulated",
+        "family": plan.family,
+        "dtype": "float32",
+        "redop": "sum",
+        "nbytes": nbytes,
+        "world_size": plan.world_size,
+        "hosts": hosts,
+        "seconds": [seconds],
+        "median_seconds": seconds,
+        "algbw": algbw(nbytes, seconds),
+        "busbw": busbw(nbytes, seconds, plan.world_size),
+        "slow_link_busbw": slow_link_busbw(nbytes, seconds, hosts),
+        "bound_seconds": plan.bound_seconds,
+        "bottleneck": plan.bottleneck,
+        "wire_limit_seconds": plan.wire_limit_seconds,
+        "model_seconds": plan.predicted_seconds,
+        "plan_hash": plan.hash,
+        "nbytes_inside": sum(found.sent_inside),
+        "nbytes_between": sum(found.sent_between),
+        "links": link_rows(found.links),
+    }

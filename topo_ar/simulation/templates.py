@@ -17,6 +17,7 @@ from topo_ar.simulation.flows import Uses
 from topo_ar.simulation.folding import Edges, colours
 from topo_ar.simulation.messages import call_seconds, elements_added, messages, rings
 from topo_ar.simulation.routes import Routes
+from topo_ar.telemetry.records import Record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +33,7 @@ _SIDE_BY_SIDE = (
     Stage.TREE_REDUCE,
     Stage.TREE_BROADCAST,
 )
+_ONE_CALL = (Stage.INTER_REDUCE_SCATTER, Stage.INTER_ALL_GATHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class FoldedStep:
         The classes of its ranks.
     latency : float
         Seconds of all messages that it waits for.
+    between_nodes : bool
+        Whether its group has ranks of several nodes.
     """
 
     step: Step
@@ -60,6 +64,7 @@ class FoldedStep:
     after: tuple[int, ...]
     ranks: tuple[int, ...]
     latency: float
+    between_nodes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +191,10 @@ class Templates:
 
     def _messages(self, step: Step) -> Iterable[tuple[int, int, float]]:
         if step.op is Op.ALL_REDUCE and self._runtime.ring_rails:
-            return rings([node.ranks for node in self._routes.levels.nodes], step)
+            nodes: dict[int, list[int]] = {}
+            for rank in step.group:
+                nodes.setdefault(self._place[rank], []).append(rank)
+            return rings(list(nodes.values()), step)
         return messages(step, self._place, self._runtime.ring_rails)
 
     def fold(self) -> None:
@@ -293,6 +301,7 @@ class Templates:
                     tuple(sorted({int(position[other]) for other in step.after})),
                     tuple(sorted({self.rank_class[rank] for rank in step.group})),
                     raw.latency[index],
+                    len({self._place[rank] for rank in step.group}) > 1,
                 )
             )
         return folded
@@ -325,15 +334,31 @@ class Templates:
         ]
         return tuple(sorted(found, key=lambda use: -use.busy))
 
-    def busy(self, folded: FoldedStep, nbytes_per_element: float) -> tuple[float, float, float]:
-        """Return the seconds a step is busy before and after its bytes, and its lag."""
+    def lanes(self, folded: FoldedStep) -> list[Lane]:
+        """Return the lanes of a step, one for each class of its ranks.
+
+        Where nothing streams, both halves of an all-reduce between nodes are one call.
+        """
+        step = folded.step
+        stage: object = (step.stage, step.chunk) if step.stage in _SIDE_BY_SIDE else step.stage
+        if self._runtime.chunk_seconds is None and step.stage in _ONE_CALL:
+            stage = "rail"
+        return [(rank, stage) for rank in folded.ranks]
+
+    def busy(
+        self, folded: FoldedStep, nbytes_per_element: float, hops: float = 1
+    ) -> tuple[float, float, float]:
+        """Return the seconds a step is busy before and after its bytes, and its lag.
+
+        Its latency is taken `hops` times.
+        """
         runtime = self._runtime
         before = call_seconds(folded.step, runtime)
         added = elements_added(folded.step) * nbytes_per_element
         added *= runtime.reduce_seconds_per_byte or 0
         if runtime.chunk_seconds is None or folded.step.op is Op.ALL_REDUCE:
-            return before + folded.latency, added, 0
-        return before, added, folded.latency
+            return before + folded.latency * hops, added, 0
+        return before, added, folded.latency * hops
 
 
 class Lanes:
@@ -357,11 +382,19 @@ class Lanes:
         return tuple(sorted(behind))
 
 
-def lanes_of(folded: FoldedStep) -> list[Lane]:
-    """Return the lanes of a step, one for each class of its ranks."""
-    step = folded.step
-    stage: object = (step.stage, step.chunk) if step.stage in _SIDE_BY_SIDE else step.stage
-    return [(rank, stage) for rank in folded.ranks]
+def link_rows(links: Sequence[LinkUse]) -> list[Record]:
+    """Return what links carried as rows of a record."""
+    return [
+        {
+            "name": use.name,
+            "kind": use.kind,
+            "count": use.count,
+            "between_nodes": use.between_nodes,
+            "nbytes": use.nbytes,
+            "busy": use.busy,
+        }
+        for use in links
+    ]
 
 
 def schedule_tasks(templates: Templates, number: int) -> list[Task]:
@@ -371,7 +404,7 @@ def schedule_tasks(templates: Templates, number: int) -> list[Task]:
     itemsize = templates.itemsize(number)
     for folded in templates.folded[number]:
         before, added, lag = templates.busy(folded, itemsize)
-        behind = lanes.enter(lanes_of(folded), folded.step.chunk, len(tasks))
+        behind = lanes.enter(templates.lanes(folded), folded.step.chunk, len(tasks))
         tasks.append(
             Task(
                 tuple((elements * itemsize, uses) for elements, uses in folded.flows),
