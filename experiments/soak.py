@@ -1,24 +1,32 @@
 """Do memory, threads and open files stay flat over many steps, and is every result right?
 
 Command: python -m experiments.soak --steps 10000 --out results/
-Minutes: 4 on two cores (2 nodes of 2 ranks on the loopback device, nothing shaped).
+Minutes: 8 on two cores (2 nodes of 2 ranks on the loopback device, nothing shaped).
 
 A step reduces the buckets of a model's gradients, of mixed sizes and dtypes, all in flight at once,
 and some small tensors one by one; part of the buckets lies in shared memory. Every 1,000 steps the
-ranks make a new communicator. Writes soak.jsonl, a row for each rank every 500 steps; exit code 1
-when a result was wrong, ranks ended with different bits, or something grew.
+ranks make new buckets and a new communicator. The control does the same by plain gloo, a new group
+every 1,000 steps. Writes soak.jsonl, 21 rows for each job and rank, the last one after malloc_trim;
+exit code 1 when a result was wrong, ranks ended with different bits, or something grew.
+
+Flat is what is in use: threads, open files, mappings, what malloc and Python have handed out.
+Resident memory also has what malloc was given back and keeps: it grows with every set of new
+buckets, whoever reduces them, and is shown beside the control's, as it is and after malloc_trim.
 """
 
 import argparse
+import ctypes
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -42,12 +50,33 @@ BUCKETS = (
     (120_000, torch.float16),
 )
 NUM_SHARED = 3
-SAMPLE_STEPS = 500
+NUM_SAMPLES = 20
 CHECK_STEPS = 50
-# Resident memory may move by this much between quarters of a run: the allocators' slack.
-SLACK_NBYTES = 4 << 20
+# What is in use may move by this much between quarters of a run. Torch keeps a record of the last
+# 2,000 calls to gloo, just under 1 kB each.
+SLACK_NBYTES = 1 << 20
+SLACK_BLOCKS = 2_000
+PLANNED, CONTROL = "planned", "plain gloo"
 _MARK = "@soak "
+# In place of the number of a step: after the last one, when malloc has given back what it can.
+TRIMMED = -1
 _AVG, _MAX, _BOR = dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.BOR
+
+
+class _Heap(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+_libc = ctypes.CDLL(None)
+_libc.mallinfo2.restype = _Heap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +92,20 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process holds after `step` steps; memory is resident, anonymous and shared alike."""
+    """What a process holds after `step` steps.
+
+    `in_use_nbytes` is what malloc has handed out, `kept_nbytes` what it was given back and keeps;
+    resident memory has both, as far as they were touched, and what is mapped, shared or not.
+    `blocks` are those of Python's own allocator.
+    """
 
     rank: int
     step: int
     seconds: float
     rss_nbytes: int
+    in_use_nbytes: int
+    kept_nbytes: int
+    blocks: int
     threads: int
     open_files: int
     mappings: int
@@ -76,16 +113,57 @@ class Sample:
     digest: str
 
 
-def run_rank(steps: int, remake_steps: int) -> None:
+class Plain:
+    """The control: a group of gloo with the methods of `Communicator` that a step needs."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def share(self, tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+        """Leave `tensor` where it is."""
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(tensor)
+        return done
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType"
+    ) -> "torch.futures.Future[torch.Tensor]":
+        """Reduce `tensor` in place; gloo knows no AVG."""
+        average = op == _AVG
+        work = dist.all_reduce(tensor, dist.ReduceOp.SUM if average else op, self._group, True)
+
+        def finish(_: object) -> torch.Tensor:
+            return tensor.div_(self.world_size) if average else tensor
+
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
+        return future
+
+    def all_reduce_sync(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> torch.Tensor:
+        """Reduce `tensor` in place and return it."""
+        return self.all_reduce(tensor, op).wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        dist.destroy_process_group(self._group)
+
+
+def run_rank(steps: int, remake_steps: int, *, control: bool) -> None:
     """Do one rank's part under torchrun's environment, writing a marked line for each sample."""
     torch.set_num_threads(1)
     os.environ[HOST_ID_ENV] = os.environ["GROUP_RANK"]
     dist.init_process_group("gloo")
     begin, wrong = time.monotonic(), 0
+    sample_steps = max(1, steps // NUM_SAMPLES)
     digest = hashlib.sha256()
+    make: Callable[[], Communicator | Plain] = Plain
+    if not control:
+        make = partial(Communicator, plan="hierarchical", timeout_s=60.0)
     for first in range(1, steps + 1, remake_steps):
         buckets = [torch.empty(numel, dtype=dtype) for numel, dtype in BUCKETS]
-        with Communicator(plan="hierarchical", timeout_s=60.0) as made:
+        with make() as made:
             for bucket in buckets[:NUM_SHARED]:
                 made.share(bucket).wait()
             for step in range(first, min(first + remake_steps, steps + 1)):
@@ -93,12 +171,14 @@ def run_rank(steps: int, remake_steps: int) -> None:
                 if step % CHECK_STEPS == 0:
                     for bucket in buckets:
                         digest.update(bucket.view(torch.uint8).numpy().tobytes())
-                if step % SAMPLE_STEPS == 0:
+                if step % sample_steps == 0:
                     _report(step, time.monotonic() - begin, wrong, digest.hexdigest())
+    _libc.malloc_trim(0)
+    _report(TRIMMED, time.monotonic() - begin, wrong, digest.hexdigest())
     dist.destroy_process_group()
 
 
-def _one_step(made: Communicator, buckets: Sequence[torch.Tensor], step: int) -> int:
+def _one_step(made: Communicator | Plain, buckets: Sequence[torch.Tensor], step: int) -> int:
     """Reduce all buckets and return how many results are wrong."""
     rank, world_size = made.rank, made.world_size
     for bucket in buckets:
@@ -120,11 +200,15 @@ def _one_step(made: Communicator, buckets: Sequence[torch.Tensor], step: int) ->
 
 def _report(step: int, seconds: float, wrong: int, digest: str) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
+    heap = _libc.mallinfo2()
     sample = Sample(
         dist.get_rank(),
         step,
         round(seconds, 3),
         pages * os.sysconf("SC_PAGE_SIZE"),
+        heap.uordblks + heap.hblkhd,
+        heap.fordblks,
+        sys.getallocatedblocks(),
         len(os.listdir("/proc/self/task")),
         len(os.listdir("/proc/self/fd")),
         Path("/proc/self/maps").read_text().count("\n"),
@@ -135,7 +219,25 @@ def _report(step: int, seconds: float, wrong: int, digest: str) -> None:
 
 
 def run(config: Config) -> int:
-    """Run the job, write the records, print what was found and return the exit code."""
+    """Run both jobs, write the records, print what was found and return the exit code."""
+    path = config.out / "soak.jsonl"
+    path.unlink(missing_ok=True)
+    faults: list[str] = []
+    with RecordWriter(path) as writer:
+        for job in (PLANNED, CONTROL):
+            print(f"{job}:", flush=True)
+            found = _run_job(config, job, writer)
+            print(_memory(job, found), flush=True)
+            if job == PLANNED:
+                faults = judge(found)
+    for fault in faults:
+        print(f"FAIL {fault}")
+    if not faults:
+        print(f"flat: {config.nodes * config.ranks} ranks, {config.steps} steps, nothing wrong")
+    return int(bool(faults))
+
+
+def _run_job(config: Config, job: str, writer: RecordWriter) -> list[Sample]:
     found: list[Sample] = []
     said: list[str] = []
     block = manifest("loopback")
@@ -147,36 +249,49 @@ def run(config: Config) -> int:
             return
         sample = Sample(**json.loads(text.removeprefix(_MARK)))
         found.append(sample)
-        writer.write(_record(sample, config, block))
+        writer.write(_record(sample, job, config, block))
         if sample.rank == 0:
             print(_line(sample), flush=True)
 
     command = [sys.executable, "-m", "experiments.soak", "--rank"]
+    command += ["--control"] if job == CONTROL else []
     command += ["--steps", str(config.steps), "--remake-steps", str(config.remake_steps)]
     spec = ClusterSpec.uniform(config.nodes, config.ranks)
-    path = config.out / "soak.jsonl"
-    path.unlink(missing_ok=True)
-    with RecordWriter(path) as writer, LoopbackCluster(spec) as cluster:
+    with LoopbackCluster(spec) as cluster:
         results = start(cluster, command, cwd=ROOT, on_line=take).wait(None)
     if results.exit_code != 0:
-        raise ExecutionError("a rank failed:\n" + "\n".join(said[-30:]))
-    faults = judge(found)
-    for fault in faults:
-        print(f"FAIL {fault}")
-    if not faults:
-        print(f"flat: {len(found)} samples of {config.nodes * config.ranks} ranks, nothing wrong")
-    return int(bool(faults))
+        raise ExecutionError(f"{job}: a rank failed:\n" + "\n".join(said[-30:]))
+    return found
+
+
+def _memory(job: str, samples: Sequence[Sample]) -> str:
+    """Say what the ranks' resident memory came to, the largest of each."""
+
+    def most(name: str, step: int) -> float:
+        return max(float(getattr(s, name)) for s in samples if s.step == step) / 1e6
+
+    first, last = min(s.step for s in samples if s.step > 0), max(s.step for s in samples)
+    return (
+        f"{job}: resident {most('rss_nbytes', first):.1f} MB at step {first}, "
+        f"{most('rss_nbytes', last):.1f} at {last}, {most('rss_nbytes', TRIMMED):.1f} after "
+        f"malloc_trim; in use {most('in_use_nbytes', first):.1f} and "
+        f"{most('in_use_nbytes', last):.1f}; kept by malloc {most('kept_nbytes', first):.1f} and "
+        f"{most('kept_nbytes', last):.1f}"
+    )
 
 
 def judge(samples: Iterable[Sample]) -> list[str]:
     """Return what was wrong or grew, a sentence each.
 
-    Threads, open files and mappings have to be the same, memory within `SLACK_NBYTES`, in the last
-    quarter of a rank's samples as in the second; the first is left to caches that fill.
+    Threads, open files and mappings have to be the same, memory in use within `SLACK_NBYTES` and
+    `SLACK_BLOCKS`, in the last quarter of a rank's samples as in the second; the first is left to
+    caches that fill.
     """
     by_rank: dict[int, list[Sample]] = {}
     by_step: dict[int, set[str]] = {}
     for sample in samples:
+        if sample.step == TRIMMED:
+            continue
         by_rank.setdefault(sample.rank, []).append(sample)
         by_step.setdefault(sample.step, set()).add(sample.digest)
     faults = [
@@ -196,7 +311,8 @@ def judge(samples: Iterable[Sample]) -> list[str]:
             ("threads", 0),
             ("open_files", 0),
             ("mappings", 16),
-            ("rss_nbytes", SLACK_NBYTES),
+            ("in_use_nbytes", SLACK_NBYTES),
+            ("blocks", SLACK_BLOCKS),
         ):
             before, after = (median(getattr(s, name) for s in part) for part in (early, late))
             if after > before + slack:
@@ -204,15 +320,16 @@ def judge(samples: Iterable[Sample]) -> list[str]:
     return faults
 
 
-def _record(sample: Sample, config: Config, block: Record) -> Record:
-    job = {"nodes": config.nodes, "ranks_per_node": config.ranks, "steps": config.steps}
-    return {"experiment": "soak", **job, **asdict(sample), "manifest": block}
+def _record(sample: Sample, job: str, config: Config, block: Record) -> Record:
+    size = {"nodes": config.nodes, "ranks_per_node": config.ranks, "steps": config.steps}
+    return {"experiment": "soak", "job": job, **size, **asdict(sample), "manifest": block}
 
 
 def _line(sample: Sample) -> str:
     return (
         f"step {sample.step:6d}  {sample.seconds:7.1f} s  rank 0: "
-        f"{sample.rss_nbytes / 1e6:.1f} MB, "
+        f"{sample.rss_nbytes / 1e6:.1f} MB resident, {sample.in_use_nbytes / 1e6:.1f} in use, "
+        f"{sample.kept_nbytes / 1e6:.1f} kept, {sample.blocks} blocks, "
         f"{sample.threads} threads, {sample.open_files} files, {sample.mappings} mappings, "
         f"{sample.wrong} wrong"
     )
@@ -230,9 +347,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=defaults.ranks)
     parser.add_argument("--out", type=Path, default=defaults.out)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--control", action="store_true", help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
-    if options.pop("rank"):
-        run_rank(options["steps"], options["remake_steps"])
+    rank, control = options.pop("rank"), options.pop("control")
+    if rank:
+        run_rank(options["steps"], options["remake_steps"], control=control)
         return 0
     return exit_code_of(lambda: run(Config(**options)))
 
