@@ -59,7 +59,9 @@ def test_a_measured_trace_is_simulated_and_drawn_beside_it(tmp_path):
     assert {span.lane for span in spans} >= {"compute", "inter", "intra"}
 
 
-def test_a_hybrid_job_is_said_for_a_person():
+def test_a_hybrid_job_is_said_for_a_person(tmp_path):
+    prices = tmp_path / "prices.toml"
+    prices.write_text('currency = "EUR"\nnode_hour = 9\n')
     text = simulate(
         "dgx-h100",
         "--nodes",
@@ -76,10 +78,16 @@ def test_a_hybrid_job_is_said_for_a_person():
         "16MB:2",
         "--straggler",
         "3:1.1",
+        "--prices",
+        str(prices),
     )
     assert "32 ranks on 4 nodes" in text
     assert "exposed communication" in text
     assert "other dimensions" in text
+    # Four nodes at 1 cent a second, and a step of at least 0.15 s.
+    (cost,) = (line for line in text.splitlines() if "million steps" in line)
+    assert float(cost.split()[-2].replace(",", "")) > 1e6 * 0.15 * 0.01
+    assert cost.endswith("EUR")
 
 
 @pytest.mark.parametrize(

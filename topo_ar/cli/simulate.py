@@ -123,6 +123,14 @@ def simulate(
             help="Sharded parameters: COUNT all-gathers a step in the data-parallel groups.",
         ),
     ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A TOML price list (currency, node_hour, accelerator_hour, sent_gigabyte): also "
+            "say what a step costs.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Append the records to this .jsonl file.")
     ] = None,
@@ -159,6 +167,7 @@ def simulate(
         tensor=tensor,
         pipeline=pipeline,
         sharded=sharded,
+        prices=prices,
     )
     if (sizes is None) == (not training.given):
         raise ConfigError(

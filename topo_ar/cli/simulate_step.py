@@ -40,6 +40,7 @@ class StepOptions:
     tensor: str | None = None
     pipeline: str | None = None
     sharded: str | None = None
+    prices: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ def simulate_steps(topology: "Topology", training: Training, options: StepOption
     from topo_ar.simulation.step import StepSimulator
     from topo_ar.simulation.step_result import step_record
     from topo_ar.telemetry.bucket_trace import read
+    from topo_ar.telemetry.prices import read_prices
     from topo_ar.topology.levels import levels
 
     if options.mode not in MODES:
@@ -101,6 +103,15 @@ def simulate_steps(topology: "Topology", training: Training, options: StepOption
             print(f"topo-ar simulate: step {step + 1} of {options.steps}", file=sys.stderr)
     record = step_record(made, options.mode, len(known.nodes), compute.forward + compute.backward)
     record["codec"] = options.codec
+    if options.prices is not None:
+        prices = read_prices(options.prices)
+        record["currency"] = prices.currency
+        record["cost_per_step"] = prices.cost(
+            record["median_seconds"],
+            len(known.nodes),
+            len(topology.ranks),
+            record["nbytes_between"],
+        )
     return StepResult(tuple(made), record, backward.source, compute.forward, measured)
 
 
@@ -126,6 +137,9 @@ def print_step(result: StepResult, options: StepOptions) -> None:
         ("sent inside nodes", format_size(round(row["nbytes_inside"]), like=1)),
         ("sent between nodes", format_size(round(row["nbytes_between"]), like=1)),
     ]
+    if "cost_per_step" in row:
+        million = f"{1e6 * row['cost_per_step']:,.2f} {row['currency']}"
+        lines.append(("cost of a million steps", million))
     print_table(lines)
     print()
     table = [["bucket", "size", "algorithm", "chunks", "codec", "ready", "done", "alone"]]

@@ -593,6 +593,11 @@ class Communicator:
         return int(self._loop.fallback is not None)
 
     @property
+    def nbytes_sent_between(self) -> int:
+        """Bytes of payload that this rank has sent to other nodes by flows of its own, so far."""
+        return sum(flow.payload_nbytes_sent for flow in self._job.flows.values())
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed

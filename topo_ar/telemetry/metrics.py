@@ -1,7 +1,9 @@
 """The definitions of every derived figure, in one place. Bytes, seconds, bytes per second."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,9 @@ from topo_ar.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+# Begin and end, in seconds.
+Interval = tuple[float, float]
 
 _NUM_RESAMPLES = 9999
 _SEED = 20_240_229
@@ -81,6 +86,140 @@ def communication_ratio(communication: float, forward: float, backward: float) -
     return communication / (forward + backward)
 
 
+def hidden_at_best(communication: float, backward: float, first_ready: float) -> float:
+    """Return how much communication backward can hide: what it takes after the first bucket.
+
+    ``min(T_comm, T_backward - t_first_ready)``, at least 0; the last bucket, which ends backward,
+    is never hidden.
+    """
+    return max(0.0, min(communication, backward - first_ready))
+
+
+def overlapped_seconds(compute: Iterable[Interval], communication: Iterable[Interval]) -> float:
+    """Return for how long a rank computes and communicates at once.
+
+    ``compute + communication - active``, each the length of a union of intervals, the last of
+    both; over ``communication`` it is the overlap efficiency of a trace. Waiting is no computing:
+    leave out what only synchronises. Source: Holistic Trace Analysis, and its issue 162.
+
+    Parameters
+    ----------
+    compute, communication : iterable of (float, float)
+        Begins and ends, in seconds on one clock.
+    """
+    both = list(compute), list(communication)
+    return sum(map(union_seconds, both)) - union_seconds([*both[0], *both[1]])
+
+
+def union_seconds(intervals: Iterable[Interval]) -> float:
+    """Return the length of a union of intervals, given as begins and ends.
+
+    Raises
+    ------
+    ConfigError
+        If one ends before it begins.
+    """
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        if not begin <= end:
+            raise ConfigError(f"an interval ends at {end} s, before it begins at {begin} s")
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def check_reductions(planned: int, seen: int) -> None:
+    """Refuse figures of a trace that lacks the communication that was planned.
+
+    Raises
+    ------
+    ConfigError
+        If reductions were planned and another number was seen.
+    """
+    if planned and seen != planned:
+        raise ConfigError(
+            f"the plan says {planned} reductions per step, the trace has {seen}; is it of this job?"
+        )
+
+
+def compression_ratio(sent: float, plain: float) -> float | None:
+    """Return counted bytes over those of the plain plan, indices and scales included.
+
+    None where the plain plan sends nothing.
+    """
+    return sent / plain if plain else None
+
+
+def weak_scaling_efficiency(
+    throughput: float, size: float, base_throughput: float, base_size: float = 1
+) -> float:
+    """Return ``X_n / (n / b X_b)``: throughput per accelerator over that of the base.
+
+    The batch of each accelerator stays the same. Say what the base is: one accelerator, or one
+    node (`base_size` its accelerators), which leaves out what is lost inside it.
+
+    Raises
+    ------
+    ConfigError
+        If a size or the base's throughput is not positive.
+    """
+    _check_positive(size=size, base_size=base_size, base_throughput=base_throughput)
+    return throughput / base_throughput / (size / base_size)
+
+
+def strong_scaling_efficiency(
+    seconds: float, size: float, base_seconds: float, base_size: float = 1
+) -> float:
+    """Return ``b T_b / (n T_n)`` for the same work: the global batch stays the same.
+
+    Raises
+    ------
+    ConfigError
+        If a size or time is not positive.
+    """
+    _check_positive(seconds=seconds, size=size, base_size=base_size, base_seconds=base_seconds)
+    return base_size * base_seconds / (size * seconds)
+
+
+def time_to_accuracy(
+    evaluations: Sequence[tuple[float, float]], target: float, *, falling: bool = False
+) -> float:
+    """Return when a run first reached a target that was set before it; infinite if it never did.
+
+    Parameters
+    ----------
+    evaluations : sequence of (float, float)
+        Seconds since step 0, rising, and the quality then; a quality that is not a number counts
+        as not reached.
+    target : float
+        To be reached from below, or from above if `falling`, as a loss is.
+
+    Raises
+    ------
+    ConfigError
+        If the times fall.
+    """
+    if any(before > after for (before, _), (after, _) in pairwise(evaluations)):
+        raise ConfigError("evaluations must be in the order of their times")
+    for seconds, quality in evaluations:
+        if quality <= target if falling else quality >= target:
+            return seconds
+    return math.inf
+
+
+def median_time_to_accuracy(times: Sequence[float]) -> float:
+    """Return the median over seeds; a run that failed counts as infinite, and so may the median.
+
+    Raises
+    ------
+    ConfigError
+        If there is no run.
+    """
+    if not times:
+        raise ConfigError("a time to accuracy needs at least one run")
+    return median(times)
+
+
 @dataclass(frozen=True, slots=True)
 class RatioInterval:
     """A ratio of medians with its 95 % interval, over `num_samples` samples of each side."""
@@ -144,6 +283,12 @@ def exposed_interval(
     resampled = _exposed_ratios(_resampled_medians(baseline, candidate, compute))
     low, high = np.quantile(resampled, [0.025, 0.975], method="nearest")  # some may be infinite
     return RatioInterval(float(ratio[0]), float(low), float(high), len(baseline))
+
+
+def _check_positive(**figures: float) -> None:
+    for name, value in figures.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name.replace('_', ' ')} is {value}; it must be positive")
 
 
 def _exposed_ratios(medians: "NDArray[np.float64]") -> "NDArray[np.float64]":

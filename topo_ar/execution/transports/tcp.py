@@ -106,6 +106,8 @@ class Flow:
         self.ended = False
         self._queue: deque[tuple[memoryview, memoryview, Callable[[], None]]] = deque()
         self._sent_of_head = 0
+        # Without headers, so that it can be compared with a plan to the byte.
+        self.payload_nbytes_sent = 0
         self._low_water = 1
         self._header = bytearray(_HEADER.size)
         self._header_view = memoryview(self._header)
@@ -175,6 +177,7 @@ class Flow:
             self._sent_of_head = sent + count
             if self._sent_of_head == len(header) + payload.nbytes:
                 self._sent_of_head = 0
+                self.payload_nbytes_sent += payload.nbytes
                 self._queue.popleft()
                 done()
         return moved
