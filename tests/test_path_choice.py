@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -13,8 +12,8 @@ from torch.nn.utils import get_total_norm
 
 import topo_ar
 from tests.compressed_training import TWO_BY_TWO, batch, model, on_hosts
-from topo_ar.execution import communicator as engine
 from topo_ar.integrations.ddp import Handle
+from topo_ar.integrations.path_choice import PathChooser
 from topo_ar.integrations.path_trial import LOOKS, TURN_STEPS
 
 DELAY_S = 0.05
@@ -26,26 +25,18 @@ def _topology(num_nodes: int = 2, ranks_per_node: int = 2):
     return topo_ar.preset("cpu-host", nodes=num_nodes, ranks_per_node=ranks_per_node)
 
 
-def slow_down(handle: Handle, slow: str, stack: ExitStack) -> None:
-    """Let each all-reduce of one path take longer, by what runs for that path alone."""
-    made = handle.communicator
-    if slow == "planned":
-        submit = made.all_reduce
+class Clock:
+    """A clock of its own for each rank, which all-reduces and nothing else advance."""
 
-        def all_reduce(*args, plain: bool = False, **options):
-            time.sleep(0 if plain else DELAY_S)
-            return submit(*args, plain=plain, **options)
+    def __init__(self, handle: Handle, slow: str) -> None:
+        self.seconds = 100.0 * handle.communicator.rank
+        self._submit, self._slow = handle.communicator.all_reduce, slow
+        handle.communicator.all_reduce = self._all_reduce
+        handle.hook.path.clock = lambda: self.seconds
 
-        made.all_reduce = all_reduce
-        return
-    before = engine.reduce_plainly
-
-    def reduce_plainly(*args, **options):
-        time.sleep(DELAY_S)
-        before(*args, **options)
-
-    engine.reduce_plainly = reduce_plainly
-    stack.callback(setattr, engine, "reduce_plainly", before)
+    def _all_reduce(self, *args, plain: bool = False, **options):
+        self.seconds += DELAY_S if plain == (self._slow == "plain") else DELAY_S / 2
+        return self._submit(*args, plain=plain, **options)
 
 
 def _step(each: DistributedDataParallel, rank: int, step: int, *, accumulate: bool) -> None:
@@ -74,7 +65,7 @@ def _trains(rank, world_size, slow, ddp_options, options, accumulate=False):
         handle = stack.enter_context(
             topo_ar.attach(ours, topology=_topology(), timeout_s=20.0, **options)
         )
-        slow_down(handle, slow, stack)
+        Clock(handle, slow)
         for step in range(STEPS):
             for each in (plain, ours):
                 _step(each, rank, step, accumulate=accumulate)
@@ -117,7 +108,8 @@ def test_the_faster_path_stays_and_every_step_is_right(
     last = choices[-1]
     winner = "plain" if slow == "planned" else "planned"
     assert (last.path, last.trials, last.steps) == (winner, 1, LOOKS[0] * TURN_STEPS)
-    assert (last.speedup.high < 1) if slow == "planned" else (last.speedup.low > 1)
+    ratio = 0.5 if slow == "planned" else 2.0
+    assert (last.speedup.ratio, last.speedup.low, last.speedup.high) == pytest.approx((ratio,) * 3)
     assert choices[last.since_step - 1].path == "undecided"
     assert {choice.path for choice in choices[last.since_step :]} == {winner}
     [said] = heard
@@ -134,7 +126,7 @@ def _joins(rank, world_size):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     with ExitStack() as stack:
         handle = stack.enter_context(topo_ar.attach(ddp, topology=_topology(2, 1), timeout_s=20.0))
-        slow_down(handle, "planned", stack)
+        Clock(handle, "planned")
         with ddp.join():
             for _ in range(STEPS if rank == 0 else 12):
                 optimizer.zero_grad()
@@ -205,7 +197,7 @@ def _only(rank, world_size, options):
         (2, {"plan": "hierarchical"}, "planned", "plan=hierarchical was asked for"),
         (2, {"plan": "flat"}, "plain", "plan=flat was asked for"),
         (2, {"reproducible": True}, "planned", "reproducible=True fixes the order of summation"),
-        (2, {"compression": "int8"}, "undecided", "gradients are compressed, or will be"),
+        (2, {"compression": "int8"}, "planned", "codecs take the place of both"),
     ],
     ids=str,
 )
@@ -242,7 +234,7 @@ def _exact_after_all(rank, world_size):
     ddp = DistributedDataParallel(nn.Linear(8, 8, bias=False))
     with ExitStack() as stack:
         handle = stack.enter_context(topo_ar.attach(ddp, compression="int8", timeout_s=20.0))
-        slow_down(handle, "planned", stack)
+        Clock(handle, "planned")
         for step in range(STEPS):
             ddp(batch(rank, step)[:, :8]).sum().backward()
         return handle.choice, handle.compression.reason
@@ -253,6 +245,40 @@ def test_where_compression_comes_to_nothing_paths_are_compared(ranks) -> None:
     assert (choice, reason) == other
     assert reason.startswith("nothing is compressed")
     assert choice.path == "plain"
+
+
+class _Outlook:
+    """What a compression says of itself."""
+
+    stays_exact: bool | None = None
+
+
+def _asks(rank, world_size, final):
+    """Ranks learn at different steps what becomes of compression."""
+    on_hosts(rank, [0, 1])
+    ddp = DistributedDataParallel(nn.Linear(8, 8, bias=False))
+    found = []
+    with topo_ar.attach(ddp, topology=_topology(2, 1), timeout_s=20.0) as handle:
+        outlook = _Outlook()
+        chooser = PathChooser(handle.communicator, "auto", outlook)
+        handle.hook.path = handle.hook.observers.members[0] = chooser
+        for step in range(40):
+            if step == (10 if rank == 0 else 20):
+                outlook.stays_exact = final
+            ddp(batch(rank, step)[:, :8]).sum().backward()
+            found.append((chooser.choice.trials, chooser.choice.reason))
+    return found
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_the_ranks_wait_until_all_know_what_becomes_of_compression(ranks, final) -> None:
+    one, other = ranks.run(_asks, 2, final)
+    assert one == other
+    assert one[31] == (0, "compression is to be decided first")
+    if final:
+        assert one[33] == (1, "planned and plain steps take turns")
+    else:
+        assert one[32:] == [(0, "codecs take the place of both")] * 8
 
 
 def _mixed_up(rank, world_size):

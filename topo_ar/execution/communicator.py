@@ -3,9 +3,7 @@
 ``Communicator(group).all_reduce(tensor)`` is what the DDP hook and `topo_ar.all_reduce` call.
 """
 
-import atexit
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from topo_ar.errors import ConfigError, ExecutionError
+from topo_ar.execution import alive
 from topo_ar.execution.agreement import (
     Agreement,
     Facts,
@@ -43,6 +42,7 @@ from topo_ar.execution.rail_group import RailGroup
 from topo_ar.execution.reach import is_equal, rail_of
 from topo_ar.execution.recovery import Recovery
 from topo_ar.execution.shared_inputs import STAGED, SharedInputs
+from topo_ar.execution.slow_nics import with_slow_nics
 from topo_ar.execution.straight import Line
 from topo_ar.execution.ticket import GroupWork, Pending, Ticket
 from topo_ar.execution.torch_private import backend_of
@@ -53,8 +53,6 @@ SLOT_NBYTES = 2 << 20
 DEFAULT_TIMEOUT_S = 600.0
 _FLAT = ("flat", Family.FLAT_RING)
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-
-_live: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 
 
 class Communicator:
@@ -139,6 +137,7 @@ class Communicator:
                 "debug": str(self._debug),
             }
             require_equal(job.channel.all_gather, options)
+            self._given, self._measured = topology, measure
             self.topology = topology or discover_job(job.channel, job.nodes)
             job.connect(self.topology)
             control = None
@@ -167,23 +166,22 @@ class Communicator:
         self._agreement = Agreement(job.channel)
         try:
             if measure:
-                self.topology = measure_levels(
-                    job.channel, self.nodes, self.topology, self._all_reduce_in_node
-                )
-            self._plans = Plans(
-                self.topology,
-                self.nodes,
-                self.rank,
-                plan,
-                job.plain_reason,
-                SLOT_NBYTES,
-                reproducible,
-                job.nics,
+                self.topology = self._with_measured_levels(self.topology)
+            self._plans_for = partial(
+                Plans,
+                nodes=self.nodes,
+                rank=self.rank,
+                mode=plan,
+                plain_reason=job.plain_reason,
+                slot_nbytes=SLOT_NBYTES,
+                reproducible=reproducible,
+                nics=job.nics,
             )
+            self._plans = self._plans_for(self.topology)
         except BaseException:
             self.close()
             raise
-        _live.add(self)
+        alive.add(self)
 
     def plan_for(self, nbytes: int, itemsize: int = 4, device: str = "cpu") -> Plan:
         """Return the plan for a tensor of `nbytes` bytes; the same on every rank.
@@ -558,6 +556,33 @@ class Communicator:
             source=STAGED if prepared.straight else self._shared.source(tensor),
         )
 
+    def plan_anew(self) -> None:
+        """Look at hosts and NICs again, and plan for what they are now.
+
+        Collective, while nothing is in flight and before any fallback. A topology that was given
+        is not probed; in either case a NIC counts for what it carries where that is less than half
+        of what is said of it.
+
+        Raises
+        ------
+        ConfigError
+            If ranks come to different topologies.
+        ExecutionError
+            If a rank is gone.
+        """
+        channel = self._job.channel
+        found = self._given or discover_job(channel, self.nodes)
+        if self._measured:
+            found = self._with_measured_levels(found)
+        found = with_slow_nics(channel, self.nodes, found)
+        require_equal(channel.all_gather, {"what is measured of the network": topology_hash(found)})
+        self._plans = self._plans_for(found)
+        self._lines.clear()
+        self.topology = found
+
+    def _with_measured_levels(self, topology: Topology) -> Topology:
+        return measure_levels(self._job.channel, self.nodes, topology, self._all_reduce_in_node)
+
     def _all_reduce_in_node(self, tensor: torch.Tensor) -> None:
         node, kernel = self._job.node, Kernel(tensor.dtype)
         program = node_program(
@@ -627,7 +652,7 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
-        _live.discard(self)
+        alive.discard(self)
         self._end.detach()
         self._lines.clear()  # their views would keep the memory mapped
         self._entrance.drain(timeout_s)
@@ -636,8 +661,11 @@ class Communicator:
         if self._nccl is not None:
             self._nccl.close()
 
-    def _forget_after_fork(self) -> None:
-        # A forked child (a data loader's worker) must not keep connections open after its parent.
+    def forget_after_fork(self) -> None:
+        """Let go of everything in a forked child, such as a data loader's worker.
+
+        It must not keep connections open after its parent.
+        """
         self._end.detach()
         self._lock = threading.Lock()
         self._entrance = Entrance(self._loop)
@@ -660,18 +688,3 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nothing() -> None:
     """Do the work of an empty all-reduce."""
-
-
-@atexit.register
-def _close_all() -> None:
-    for communicator in list(_live):
-        communicator.close(timeout_s=5.0)
-
-
-def _after_fork() -> None:
-    for communicator in list(_live):
-        communicator._forget_after_fork()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

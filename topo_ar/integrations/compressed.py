@@ -138,14 +138,15 @@ class CompressedReduction:
         return self._step.number + 1
 
     @property
-    def is_exact(self) -> bool:
-        """Whether nothing is compressed now nor will be; the same on all ranks."""
+    def stays_exact(self) -> bool | None:
+        """Whether nothing is compressed from now on; None as long as that is to be decided."""
         if self.why_not:
             return True
-        if self.auto is not None and not self.auto.done:
-            return False
-        begun = bool(self.streams) or not self.settings.codecs
-        return begun and all(stream.off for stream in self.streams.values())
+        if self.auto is None:
+            return not self.settings.codecs
+        if not self.auto.done:
+            return None
+        return all(stream.off or stream.flushing for stream in self.streams.values())
 
     @property
     def scale(self) -> float:

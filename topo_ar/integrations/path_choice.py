@@ -1,11 +1,15 @@
 """Never slower than plain DDP: planned all-reduce has to prove itself in the job that it serves.
 
-Both paths are exact: only the time of a step and the order of summation depend on the choice.
+Both paths are exact: only the time of a step and the order of summation depend on the choice. It is
+kept for as long as steps take what they took; when they do not, the network is measured, planned
+for and tried again.
 """
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -16,12 +20,19 @@ from topo_ar.integrations.observer import Observer
 from topo_ar.integrations.path_trial import LOOKS, ORDER, TURN_STEPS, Path, Verdict, judge
 from topo_ar.integrations.turns import Turns
 from topo_ar.planning.plan import Family, Plan
+from topo_ar.telemetry.drift import StepWatch
 from topo_ar.telemetry.metrics import RatioInterval
+from topo_ar.units import format_seconds, format_size
 
 logger = logging.getLogger("topo_ar")
 
 UNDECIDED = "undecided"
 _VERDICT_NUMEL = 6
+_ASK_STEPS = 16
+_COMPRESSED = "codecs take the place of both"
+_COMPRESSION_FIRST = "compression is to be decided first"
+_ALL_FLAT = "the plan is plain all-reduce for every bucket"
+_REPRODUCIBLE = "reproducible=True fixes the order of summation, which plain all-reduce does not"
 # DDP rebuilds its buckets after the first step or the second, and the first steps are no measure.
 _AFTER_STEPS = 4
 
@@ -30,8 +41,8 @@ class MayCompress(Protocol):
     """What reduces buckets in place of the communicator."""
 
     @property
-    def is_exact(self) -> bool:
-        """Whether nothing is compressed now nor will be."""
+    def stays_exact(self) -> bool | None:
+        """Whether nothing is compressed from now on; None as long as that is to be decided."""
         ...
 
 
@@ -54,6 +65,8 @@ class PathChoice:
         The synchronised step from which on the choice holds, counted from 0; None if undecided.
     trials : int
         How often the paths were compared, or begun to be.
+    replans : int
+        How often steps had changed for good, so that the network was measured and planned for anew.
     """
 
     path: str
@@ -62,6 +75,7 @@ class PathChoice:
     steps: int = 0
     since_step: int | None = None
     trials: int = 0
+    replans: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +92,8 @@ class _Bucket:
 class PathChooser(Observer):
     """Lets planned and plain steps take turns, and keeps to those that are faster.
 
-    Begins when compression, if there is any, has come to nothing and the buckets have stayed the
-    same for a step, and begins anew when they change.
+    Begins when compression, if it was to be decided, has come to nothing and the buckets have
+    stayed the same for a step, and begins anew when they change.
 
     Parameters
     ----------
@@ -96,6 +110,8 @@ class PathChooser(Observer):
         Whether the step at hand takes the plain path.
     choice : PathChoice
         What holds.
+    clock : callable
+        Returns the time in seconds, by which steps are timed.
     """
 
     def __init__(
@@ -105,14 +121,19 @@ class PathChooser(Observer):
         compression: MayCompress | None = None,
     ) -> None:
         self.plain = False
+        self.clock: Callable[[], float] = time.monotonic
         self._communicator = communicator
         self._compression = compression
         self._turns: Turns | None = None
+        self._watch: StepWatch | None = None
+        self._began = 0.0
         self._seen: list[_Bucket] = []
         self._buckets: tuple[_Bucket, ...] = ()
-        only = _only_path(communicator, plan)
-        self._chooses = only is None
+        only = _only_path(communicator, plan, compression)
+        self._over = only is not None
         self.choice = only or PathChoice(UNDECIDED, "training has just begun")
+        # Once compression has begun, only what was exchanged is known to be the same on all ranks.
+        self._exact = compression is None or compression.stays_exact is True
 
     def called(self, bucket: GradBucket, tensor: torch.Tensor) -> None:
         """Take note of a bucket."""
@@ -122,88 +143,158 @@ class PathChooser(Observer):
 
     def begin(self, step: int) -> None:
         """Say how a step is reduced that is about to begin. Collective; nothing is in flight."""
-        now = time.monotonic()
+        if self._over:
+            return
+        now = self.clock()
         buckets, self._seen = tuple(self._seen), []
         same, self._buckets = buckets == self._buckets, buckets
-        if not self._chooses:
-            return
-        if self._compression is not None and not self._compression.is_exact:
-            self._wait("gradients are compressed, or will be")
+        if not self._exact:
+            self._ask_compression(step)
         elif not same:
             self._wait("the buckets are new")
         elif self._turns is not None:
             self._take_turns(self._turns, step, now)
-        elif self.choice.path == UNDECIDED and step >= _AFTER_STEPS:
-            self._start(step, now)
+        elif self._watch is not None:
+            self._keep(self._watch, step, now - self._began)
+        elif step >= _AFTER_STEPS:
+            self._start(step)
+        self._began = self.clock()
 
     def _wait(self, why: str) -> None:
-        self.plain, self._turns = False, None
+        self.plain, self._turns, self._watch = False, None, None
         self.choice = replace(self.choice, path=UNDECIDED, reason=why, since_step=None)
 
-    def _start(self, step: int, now: float) -> None:
-        if all(self._is_flat(bucket) for bucket in self._buckets):
-            reason = "the plan is plain all-reduce for every bucket"
-            self.choice = replace(self.choice, path=str(Path.PLAIN), reason=reason, since_step=step)
+    def _ask_compression(self, step: int) -> None:
+        self._wait(_COMPRESSION_FIRST)
+        if self._compression is None or step % _ASK_STEPS:
+            return
+        mine = self._compression.stays_exact
+        said = {row[0] for row in self._gather([-1.0 if mine is None else float(mine)])}
+        if self._fell_back(step):
+            return
+        self._exact = said == {1.0}
+        if said == {0.0}:
+            self._over = True
+            self.choice = replace(self.choice, path=str(Path.PLANNED), reason=_COMPRESSED)
+
+    def _start(self, step: int) -> None:
+        """Begin with turns, or with what there is where nothing can take turns."""
+        flat = all(plan.family is Family.FLAT_RING for plan in self._plans())
+        if flat or self._communicator.reproducible:
+            path = Path.PLAIN if flat else Path.PLANNED
+            self._settle(step, path, _ALL_FLAT if flat else _REPRODUCIBLE, None)
             return
         reason = "planned and plain steps take turns"
-        self.choice = PathChoice(UNDECIDED, reason, trials=self.choice.trials + 1)
+        self.choice = replace(
+            self.choice,
+            path=UNDECIDED,
+            reason=reason,
+            speedup=None,
+            steps=0,
+            since_step=None,
+            trials=self.choice.trials + 1,
+        )
         self._turns = Turns(ORDER, TURN_STEPS)
-        self.plain = self._turns.next(now) == Path.PLAIN
+        self.plain = self._turns.next(self.clock()) == Path.PLAIN
 
-    def _is_flat(self, bucket: _Bucket) -> bool:
-        if not bucket.dense or not bucket.nbytes:
-            return True
-        itemsize = bucket.dtype.to_real().itemsize
-        plan = self._communicator.plan_for(bucket.nbytes, itemsize, bucket.device)
-        return plan.family is Family.FLAT_RING
+    def _plans(self) -> list[Plan]:
+        return [
+            self._communicator.plan_for(each.nbytes, each.dtype.to_real().itemsize, each.device)
+            for each in self._buckets
+            if each.nbytes
+        ]
+
+    def _settle(self, step: int, path: Path, reason: str, level_seconds: float | None) -> None:
+        self._turns, self._watch = None, StepWatch(level_seconds)
+        self.plain = path is Path.PLAIN
+        self.choice = replace(self.choice, path=str(path), reason=reason, since_step=step)
 
     def _take_turns(self, turns: Turns, step: int, now: float) -> None:
         self.plain = turns.next(now) == Path.PLAIN
         if not turns.turn_begins or turns.num_turns not in LOOKS:
             return
         verdict = self._look(turns)
+        if self._fell_back(step):
+            return
+        found, steps = verdict.speedup, turns.num_turns * TURN_STEPS
+        self.choice = replace(self.choice, speedup=found, steps=steps)
         if verdict.path is None:
-            self.choice = replace(
-                self.choice, speedup=verdict.speedup, steps=turns.num_turns * TURN_STEPS
-            )
-        else:
-            self._decide(verdict, verdict.path, step, turns.num_turns * TURN_STEPS)
-
-    def _look(self, turns: Turns) -> Verdict:
-        """Return what rank 0 says of the steps of all ranks: a library may be older elsewhere."""
-        communicator = self._communicator
-        planned, plain = (turns.seconds[path] for path in (Path.PLANNED, Path.PLAIN))
-        mine = torch.tensor([*planned, *plain], dtype=torch.float64, device="cpu")
-        rows = communicator.gather_rows(mine).wait().tolist()
-        mine = torch.zeros(_VERDICT_NUMEL, dtype=torch.float64, device="cpu")
-        if communicator.rank == 0:
-            n = len(planned)
-            last = turns.num_turns == LOOKS[-1]
-            verdict = judge([row[:n] for row in rows], [row[n:] for row in rows], last=last)
-            mine = torch.tensor(verdict.to_row(), dtype=torch.float64, device="cpu")
-        return Verdict.from_row(communicator.gather_rows(mine).wait()[0].tolist())
-
-    def _decide(self, verdict: Verdict, path: Path, step: int, steps: int) -> None:
-        self._turns = None
-        self.plain = path is Path.PLAIN
-        found = verdict.speedup
+            return
         reason = (
             f"in {steps} steps in turns planned all-reduce made a step {found.ratio:.3f} "
             f"({found.low:.3f} - {found.high:.3f}) times as fast as plain"
         )
-        self.choice = replace(
-            self.choice,
-            path=str(path),
-            reason=reason,
-            speedup=found,
-            steps=steps,
-            since_step=step,
-        )
+        self._settle(step, verdict.path, reason, verdict.seconds)
+        self._say("%s all-reduce from step %d on: %s", verdict.path, step, reason)
+
+    def _look(self, turns: Turns) -> Verdict:
+        """Return what rank 0 says of the steps of all ranks: a library may be older elsewhere."""
+        planned, plain = (turns.seconds[path] for path in (Path.PLANNED, Path.PLAIN))
+        rows = self._gather([*planned, *plain])
+        said = [0.0] * _VERDICT_NUMEL
         if self._communicator.rank == 0:
-            logger.info("%s all-reduce from step %d on: %s", path, step, reason)
+            n, last = len(planned), turns.num_turns == LOOKS[-1]
+            said = judge([row[:n] for row in rows], [row[n:] for row in rows], last=last).to_row()
+        return Verdict.from_row(self._gather(said)[0])
+
+    def _gather(self, mine: list[float]) -> list[list[float]]:
+        row = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        rows: list[list[float]] = self._communicator.gather_rows(row).wait().tolist()
+        return rows
+
+    def _fell_back(self, step: int) -> bool:
+        """Tell whether the fast path is gone; after a gathering all ranks know the same."""
+        if not self._communicator.fallbacks:
+            return False
+        self._over, self.plain = True, True
+        why = self._communicator.plain_reason or ""
+        self.choice = replace(self.choice, path=str(Path.PLAIN), reason=why, since_step=step)
+        return True
+
+    def _keep(self, watch: StepWatch, step: int, seconds: float) -> None:
+        mine = watch.add(seconds)
+        if mine is None:
+            return
+        agreed, before = fmean(row[0] for row in self._gather([mine])), watch.level_seconds
+        if self._fell_back(step) or not watch.drifts(agreed):
+            return
+        assert before is not None
+        old = self._plans()
+        self._communicator.plan_anew()
+        self.choice = replace(self.choice, replans=self.choice.replans + 1)
+        self._say(
+            "step %d: steps take %s instead of %s, so the network was measured anew; %s",
+            step,
+            format_seconds(agreed),
+            format_seconds(before),
+            _changes(old, self._plans()),
+        )
+        self._start(step)
+
+    def _say(self, text: str, *values: object) -> None:
+        if self._communicator.rank == 0:
+            logger.info(text, *values)
 
 
-def _only_path(communicator: Communicator, plan: str | Plan) -> PathChoice | None:
+def _changes(old: Sequence[Plan], new: Sequence[Plan]) -> str:
+    """Return in words what became of the plans of the same buckets."""
+    changed = dict.fromkeys(
+        (a.nbytes, a.family, a.hash[:8], b.family, b.hash[:8])
+        for a, b in zip(old, new, strict=True)
+        if a.hash != b.hash
+    )
+    return (
+        "; ".join(
+            f"{format_size(nbytes)}: {ours} ({mine}) becomes {theirs} ({other})"
+            for nbytes, ours, mine, theirs, other in changed
+        )
+        or "the plans are the same"
+    )
+
+
+def _only_path(
+    communicator: Communicator, plan: str | Plan, compression: MayCompress | None
+) -> PathChoice | None:
     """Return the choice where there is none, None where there is."""
     if communicator.plain_reason is not None:
         return PathChoice(str(Path.PLAIN), communicator.plain_reason, since_step=0)
@@ -212,7 +303,6 @@ def _only_path(communicator: Communicator, plan: str | Plan) -> PathChoice | Non
         name = plan.family if isinstance(plan, Plan) else plan
         path = Path.PLAIN if flat else Path.PLANNED
         return PathChoice(str(path), f"plan={name} was asked for", since_step=0)
-    if communicator.reproducible:
-        reason = "reproducible=True fixes the order of summation, which plain all-reduce does not"
-        return PathChoice(str(Path.PLANNED), reason, since_step=0)
+    if compression is not None and compression.stays_exact is False:
+        return PathChoice(str(Path.PLANNED), _COMPRESSED, since_step=0)
     return None

@@ -117,6 +117,33 @@ def with_measured(topology: Topology, level: Level, fit: AlphaBeta) -> Topology:
     return validate(msgspec.structs.replace(topology, links=measured, notes=notes))
 
 
+def with_nic_rates(topology: Topology, rates: Mapping[str, float]) -> Topology:
+    """Return `topology` with the effective rate of some nodes' NICs replaced by what they carry.
+
+    Parameters
+    ----------
+    topology : Topology
+        Left as it is.
+    rates : mapping of str to float
+        By name of the node, in bytes/s for each of its NICs.
+    """
+    rate_of = {
+        device.id: rates[device.node]
+        for device in topology.devices
+        if device.kind is DeviceKind.NIC and device.node is not None and device.node in rates
+    }
+
+    def measured(link: Link) -> Link:
+        rate = rate_of.get(link.a) or rate_of.get(link.b)
+        if rate is None or link.kind not in NETWORK_KINDS:
+            return link
+        figure = Figure(rate, Source.MEASURED, "carried in a running job")
+        return msgspec.structs.replace(link, effective=figure)
+
+    links = tuple(map(measured, topology.links))
+    return validate(msgspec.structs.replace(topology, links=links))
+
+
 def _ports(
     topology: Topology,
     level: Level,

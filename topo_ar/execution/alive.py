@@ -1,0 +1,48 @@
+"""Communicators that nobody has closed yet: closed at exit, and let go of in a forked child."""
+
+import atexit
+import os
+import weakref
+from typing import Protocol
+
+_EXIT_TIMEOUT_S = 5.0
+
+
+class Closeable(Protocol):
+    """What must not outlive its process, nor work in a child of it."""
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is open and release everything."""
+        ...
+
+    def forget_after_fork(self) -> None:
+        """Let go of everything in a forked child."""
+        ...
+
+
+_alive: "weakref.WeakSet[Closeable]" = weakref.WeakSet()
+
+
+def add(made: Closeable) -> None:
+    """Take care of what was made, for as long as somebody holds it."""
+    _alive.add(made)
+
+
+def discard(closed: Closeable) -> None:
+    """Take no more care of what is closed."""
+    _alive.discard(closed)
+
+
+@atexit.register
+def _close_all() -> None:
+    for made in list(_alive):
+        made.close(timeout_s=_EXIT_TIMEOUT_S)
+
+
+def _after_fork() -> None:
+    for made in list(_alive):
+        made.forget_after_fork()
+    _alive.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
