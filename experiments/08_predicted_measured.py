@@ -207,7 +207,7 @@ def calibrate(rows: Sequence[Record]) -> Host:
         return [log(predict(row, host) / row["median_seconds"]) for row in rows]
 
     found = least_squares(errors, first, loss="soft_l1", f_scale=0.05, max_nfev=60, diff_step=0.05)
-    return Host(*map(exp, found.x), median(waits) if waits else 0.0)
+    return replace(Host(*map(exp, found.x)), wait_seconds=median(waits) if waits else 0.0)
 
 
 def run(folder: Path, out: Path) -> int:

@@ -115,6 +115,18 @@ def test_folded_steps_are_exact_with_stragglers_and_other_traffic():
     assert results[0].num_kinds == 4
 
 
+def test_one_simulator_serves_several_lengths_of_computing():
+    topology = star([2, 2], 1000.0, [10.0])
+    long = Compute(5, 9, 3, copy_seconds_per_byte=0.1)
+    made = StepSimulator(topology, buckets(400, ready=2), Compute(1, 2), runtime=CPU)
+    fresh = StepSimulator(topology, buckets(400, ready=2), long, runtime=CPU).run()
+    first = made.run()
+    assert made.run(0, long) == fresh
+    assert made.run(0, Compute(1, 2)) == first
+    with pytest.raises(ConfigError, match="other stragglers"):
+        made.run(0, Compute(slowdowns={0: 2.0}))
+
+
 def test_jitter_is_the_same_for_the_same_seed_and_folding_only_overestimates_it():
     topology = star([2, 2], 1000.0, [10.0])
 

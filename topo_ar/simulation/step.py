@@ -101,8 +101,28 @@ class StepSimulator:
         self._num_classes = max(self._classes) + 1
         self._alone: dict[tuple[int, Codec], float] = {}
 
-    def run(self, step: int = 0) -> SimulatedStep:
-        """Return the step of this number; without jitter all are the same."""
+    def run(self, step: int = 0, compute: Compute | None = None) -> SimulatedStep:
+        """Return the step of this number; without jitter all are the same.
+
+        Parameters
+        ----------
+        step : int
+            Which draw of the jitter.
+        compute : Compute, optional
+            From now on in place of the one before; with the same slowdowns.
+
+        Raises
+        ------
+        ConfigError
+            If its slowdowns are others.
+        """
+        if compute is not None:
+            compute.check(self._world)
+            if compute.slowdowns != self._compute.slowdowns:
+                raise ConfigError("other stragglers need another simulator")
+            if compute.copy_seconds_per_byte != self._compute.copy_seconds_per_byte:
+                self._alone.clear()
+            self._compute = compute
         c = self._compute
         slow = slowest_of_each(c.factors(self._world, step), self._classes).tolist()
         tasks = TaskList()
