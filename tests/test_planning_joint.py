@@ -15,6 +15,9 @@ from topo_ar.planning.buckets import Backward, uniform_backward
 from topo_ar.planning.codec_costs import CPU_COSTS, CodecCost
 from topo_ar.planning.joint import CAPS_MIB, plan_training
 from topo_ar.planning.models import model_parameters
+from topo_ar.planning.nccl_machine import nccl_machine
+from topo_ar.planning.nccl_search import nccl_job
+from topo_ar.planning.nccl_tuning import choice
 from topo_ar.planning.parameters import Parameter
 from topo_ar.planning.plan import Family
 from topo_ar.planning.planner import plan
@@ -316,3 +319,15 @@ def test_buckets_that_are_compressed_on_cpus_follow_one_another():
     assert made[False].exposed_seconds > made[True].exposed_seconds
     # 4 MB at 1e-8 s per byte on four ranks that share them, and what the wire takes, in turn.
     assert made[False].exposed_seconds > 4e6 * 1e-8 / 4
+
+
+def test_flat_buckets_of_gpus_cost_what_nccl_takes():
+    """NCCL takes a tree over many nodes, a ring of all ranks would wait 2(n - 1) times."""
+    topology = preset("dgx-h100", nodes=1250)
+    many, nccl = levels(topology), nccl_machine(topology)
+    backward = uniform_backward(model_parameters("bert-large"), 0.1)
+    made = plan_training(many, backward, runtime=GPU_RUNTIME, modes=("flat",), nccl=nccl)
+    ring = plan_training(many, backward, runtime=GPU_RUNTIME, modes=("flat",))
+    for bucket in made.buckets:
+        assert bucket.seconds == pytest.approx(choice(nccl_job(nccl), bucket.nbytes).seconds)
+    assert made.communication_seconds < ring.communication_seconds / 10

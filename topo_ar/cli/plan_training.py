@@ -60,6 +60,7 @@ def plan_step(topology: "Topology", training: Training) -> "tuple[TrainingPlan, 
     from topo_ar.planning.codecs import NONE, parse_codec
     from topo_ar.planning.joint import plan_training
     from topo_ar.planning.memory import optimizer_nbytes, plan_memory
+    from topo_ar.planning.nccl_machine import nccl_machine_of
     from topo_ar.planning.policy import parse_policy
     from topo_ar.planning.runtime import runtime_of
     from topo_ar.topology.levels import levels
@@ -78,6 +79,7 @@ def plan_step(topology: "Topology", training: Training) -> "tuple[TrainingPlan, 
         topology_hash=topology_hash(topology),
         runtime=runtime,
         costs=_measured(policy.allowed, len(both.nodes)) if training.measure_codecs else None,
+        nccl=nccl_machine_of(topology, both),
     )
     if training.params is not None:
         note = "Only the number of parameters is known: 1024 x 1024 matrices are assumed."
@@ -133,6 +135,7 @@ def backward_for(levels: "Levels", training: Training, topology: "Topology") -> 
     """
     from topo_ar.planning.buckets import backward_of, uniform_backward
     from topo_ar.planning.joint import balanced_backward
+    from topo_ar.planning.nccl_machine import nccl_machine_of
     from topo_ar.planning.runtime import runtime_of
     from topo_ar.telemetry.bucket_trace import read
 
@@ -152,7 +155,12 @@ def backward_for(levels: "Levels", training: Training, topology: "Topology") -> 
     parameters = _parameters(training)
     if training.backward_seconds is not None:
         return uniform_backward(parameters, training.backward_seconds)
-    return balanced_backward(levels, parameters, runtime=runtime_of(topology))
+    return balanced_backward(
+        levels,
+        parameters,
+        runtime=runtime_of(topology),
+        nccl=nccl_machine_of(topology, levels),
+    )
 
 
 def _parameters(training: Training) -> "tuple[Parameter, ...]":

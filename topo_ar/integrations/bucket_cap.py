@@ -12,6 +12,8 @@ from topo_ar.execution.communicator import Communicator
 from topo_ar.planning.buckets import Backward, backward_of
 from topo_ar.planning.codec_costs import CodecCosts
 from topo_ar.planning.joint import CAPS_MIB, balanced_backward, plan_training
+from topo_ar.planning.nccl_machine import nccl_machine_of
+from topo_ar.planning.nccl_search import NcclMachine
 from topo_ar.planning.occupancy import MODES
 from topo_ar.planning.parameters import ITEMSIZES, Parameter
 from topo_ar.planning.plan import Plan
@@ -19,7 +21,7 @@ from topo_ar.planning.policy import Policy
 from topo_ar.planning.runtime import CPU_RUNTIME, NCCL_RUNTIME, Runtime
 from topo_ar.planning.training_plan import TrainingPlan
 from topo_ar.telemetry.bucket_trace import BucketTrace
-from topo_ar.topology.levels import levels
+from topo_ar.topology.levels import Levels, levels
 from topo_ar.topology.model import topology_hash
 
 
@@ -43,12 +45,17 @@ def planned_cap(
     parameters = [
         Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in trained
     ]
-    known = all(parameter.dtype in ITEMSIZES for parameter in parameters)
-    if communicator.world_size == 1 or not known or not sum(p.nbytes for p in parameters):
+    priced = all(parameter.dtype in ITEMSIZES for parameter in parameters)
+    if communicator.world_size == 1 or not priced or not sum(p.nbytes for p in parameters):
         return None
     runtime = _runtime(communicator, (p.device.type for _, p in trained))
+    known = levels(communicator.topology)
     backward = balanced_backward(
-        levels(communicator.topology), parameters, runtime=runtime, families=runtime.families
+        known,
+        parameters,
+        runtime=runtime,
+        families=runtime.families,
+        nccl=_nccl(communicator, known, runtime),
     )
     return _plan(communicator, backward, plan, runtime)
 
@@ -102,8 +109,9 @@ def _plan(
     costs: CodecCosts | None = None,
 ) -> TrainingPlan:
     mode = plan if plan in MODES else MODES[0]
+    known = levels(communicator.topology)
     return plan_training(
-        levels(communicator.topology),
+        known,
         backward,
         policy=policy,
         topology_hash=topology_hash(communicator.topology),
@@ -113,4 +121,11 @@ def _plan(
         caps_mib=caps_mib,
         reference_cap_mib=cap_mib,
         modes=("flat" if communicator.plain_reason else mode,),
+        nccl=_nccl(communicator, known, runtime),
     )
+
+
+def _nccl(communicator: Communicator, known: Levels, runtime: Runtime) -> NcclMachine | None:
+    if runtime is not NCCL_RUNTIME:
+        return None
+    return nccl_machine_of(communicator.topology, known)

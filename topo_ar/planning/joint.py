@@ -21,6 +21,7 @@ from topo_ar.planning.codec_costs import (
 )
 from topo_ar.planning.codecs import NONE, Codec
 from topo_ar.planning.cost import CostParameters
+from topo_ar.planning.nccl_search import NcclMachine
 from topo_ar.planning.occupancy import MODES, Pricing
 from topo_ar.planning.overlap import Job, exposed_seconds, finish
 from topo_ar.planning.parameters import Parameter, total_numel
@@ -55,6 +56,7 @@ def balanced_backward(
     runtime: Runtime = CPU_RUNTIME,
     families: Collection[Family] | None = None,
     cap_mib: float | None = None,
+    nccl: NcclMachine | None = None,
 ) -> Backward:
     """Return a backward through `parameters` that takes as long as their exact communication.
 
@@ -68,7 +70,7 @@ def balanced_backward(
     PlanError
         If the levels contradict themselves.
     """
-    pricing = _pricing(levels, runtime, None, None, families)
+    pricing = _pricing(levels, runtime, None, None, families, nccl)
     backward = uniform_backward(parameters, 0.0)
     buckets = ddp_buckets(backward, cap_mib)
     seconds = sum(pricing.candidate(bucket.nbytes, MODES[0]).seconds for bucket in buckets)
@@ -90,6 +92,7 @@ def plan_training(
     caps_mib: Sequence[float | None] = CAPS_MIB,
     reference_cap_mib: float | None = None,
     modes: Sequence[str] = MODES,
+    nccl: NcclMachine | None = None,
 ) -> TrainingPlan:
     """Return the plan that exposes least communication.
 
@@ -121,6 +124,8 @@ def plan_training(
         The cap that the job has without advice; it is tried too.
     modes : sequence of str
         Of `MODES`, those to try; the first is the one that the job has without advice.
+    nccl : NcclMachine, optional
+        Where NCCL runs the flat all-reduce: what it knows of the machine.
 
     Raises
     ------
@@ -130,7 +135,7 @@ def plan_training(
     if backward.nbytes == 0:
         raise PlanError("the gradients hold no bytes, so there is nothing to plan")
     policy = policy or parse_policy()
-    pricing = _pricing(levels, runtime, calibration, costs, families)
+    pricing = _pricing(levels, runtime, calibration, costs, families, nccl)
     search = _Search(pricing, backward, reference_cap_mib, modes[0])
     caps = tuple(dict.fromkeys([reference_cap_mib, *caps_mib]))
     exact = search.choices(caps, modes, NONE)
@@ -183,10 +188,11 @@ def _pricing(
     calibration: Calibration | None,
     costs: CodecCosts | None,
     families: Collection[Family] | None,
+    nccl: NcclMachine | None,
 ) -> Pricing:
     parameters = CostParameters.from_levels(levels, runtime=runtime)
     return Pricing(
-        Setting(parameters, runtime=runtime, calibration=calibration, families=families),
+        Setting(parameters, runtime=runtime, calibration=calibration, families=families, nccl=nccl),
         costs or costs_of(runtime),
     )
 
