@@ -52,8 +52,7 @@ BUCKETS = (
 NUM_SHARED = 3
 NUM_SAMPLES = 20
 CHECK_STEPS = 50
-# What is in use may move by this much between quarters of a run. Torch keeps a record of the last
-# 2,000 calls to gloo, just under 1 kB each.
+# What is in use may move by this much between quarters of a run.
 SLACK_NBYTES = 1 << 20
 SLACK_BLOCKS = 2_000
 PLANNED, CONTROL = "planned", "plain gloo"
@@ -77,6 +76,12 @@ class _Heap(ctypes.Structure):
 
 _libc = ctypes.CDLL(None)
 _libc.mallinfo2.restype = _Heap
+
+
+def heap_nbytes() -> tuple[int, int]:
+    """Return what malloc has handed out, and what it was given back and keeps."""
+    heap = _libc.mallinfo2()
+    return heap.uordblks + heap.hblkhd, heap.fordblks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +159,9 @@ def run_rank(steps: int, remake_steps: int, *, control: bool) -> None:
     """Do one rank's part under torchrun's environment, writing a marked line for each sample."""
     torch.set_num_threads(1)
     os.environ[HOST_ID_ENV] = os.environ["GROUP_RANK"]
+    # Torch's flight recorder keeps the last 2,000 calls to gloo, just under 1 kB each: it would
+    # grow during most of the run, and then no more.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     dist.init_process_group("gloo")
     begin, wrong = time.monotonic(), 0
     sample_steps = max(1, steps // NUM_SAMPLES)
@@ -200,14 +208,12 @@ def _one_step(made: Communicator | Plain, buckets: Sequence[torch.Tensor], step:
 
 def _report(step: int, seconds: float, wrong: int, digest: str) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    heap = _libc.mallinfo2()
     sample = Sample(
         dist.get_rank(),
         step,
         round(seconds, 3),
         pages * os.sysconf("SC_PAGE_SIZE"),
-        heap.uordblks + heap.hblkhd,
-        heap.fordblks,
+        *heap_nbytes(),
         sys.getallocatedblocks(),
         len(os.listdir("/proc/self/task")),
         len(os.listdir("/proc/self/fd")),

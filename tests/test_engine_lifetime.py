@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import topo_ar
+from experiments.soak import heap_nbytes
 from tests.jobs import blocks, communicator
 from tests.ranks import tell
 from topo_ar.errors import ConfigError, ExecutionError, PlanError
@@ -103,6 +104,22 @@ def _many_calls(rank: int, world_size: int, num_calls: int) -> tuple[bool, int]:
 @pytest.mark.parametrize("num_calls", [300, pytest.param(3000, marks=pytest.mark.slow)], ids=str)
 def test_many_calls_hold_no_more_than_few(ranks, num_calls) -> None:
     assert ranks.run(_many_calls, 4, num_calls, deadline_s=50.0) == [(True, 0)] * 4
+
+
+def _handed_out(rank: int, world_size: int, options: dict[str, object]) -> int:
+    """What malloc has handed out for the slots that large buffers need."""
+    buffer = torch.ones(1_500_000)
+    with communicator(rank, HOSTS, plan="hierarchical", **options) as made:
+        _total(made)
+        before, _ = heap_nbytes()
+        made.all_reduce(buffer).wait()
+        return heap_nbytes()[0] - before
+
+
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}], ids=str)
+def test_slots_are_not_left_to_malloc_which_would_keep_them(ranks, options) -> None:
+    """A job that made communicators again held 60 MB more after ten of them."""
+    assert max(ranks.run(_handed_out, 4, options)) < 200_000
 
 
 def _close_in_flight(rank: int, world_size: int) -> list[object]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from topo_ar.execution.kernels import Array, Kernel, unify_nans
+from topo_ar.execution.workspace import work_space
 
 # First rank and size.
 Block = tuple[int, int]
@@ -121,7 +122,8 @@ class FixedOrder(Kernel):
     def _scratch_of(self, level: int, like: Array) -> Array:
         scratch = self._scratch.get(level)
         if scratch is None or scratch.size < like.size:
-            scratch = self._scratch[level] = np.empty(like.size, self.partial)
+            space = work_space(like.size * self.partial.itemsize)
+            scratch = self._scratch[level] = space.view(self.partial)
         return scratch[: like.size]
 
     def _finish(self, out: Array, leaves: dict[Block, Array]) -> None:

@@ -14,6 +14,7 @@ from topo_ar.execution.kernels import Array
 from topo_ar.execution.program import Segment
 from topo_ar.execution.transports.segment import RESULT_SLOTS, STAGING_SLOTS
 from topo_ar.execution.transports.shm import Node
+from topo_ar.execution.workspace import work_space
 
 SUM_SLOTS = 4
 _MOST_KEPT = 1024  # sizes may change all the time
@@ -107,7 +108,7 @@ class Slots:
 
     def _grown(self, slots: list[NDArray[np.uint8]], at: int, nbytes: int) -> NDArray[np.uint8]:
         if slots[at].nbytes < nbytes:
-            slots[at] = np.empty(nbytes, np.uint8)
+            slots[at] = work_space(nbytes)
             self.growths += 1
         return slots[at]
 
