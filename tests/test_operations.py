@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import topo_ar
 from tests.jobs import blocks, communicator
 from tests.reductions import AVG, MAX, MIN, PRODUCT, SUM, reference, whole_numbers
+from topo_ar import api
 from topo_ar.errors import ExecutionError
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -116,7 +118,11 @@ def _small_whole_numbers(rank: int, world_size: int, dtype: torch.dtype) -> tupl
             refused = ""
         except ValueError as error:
             refused = str(error)
-        return int(made.all_reduce_sync(torch.tensor([value], dtype=dtype), SUM)), refused
+        assert int(made.all_reduce_sync(torch.tensor([value], dtype=dtype), SUM)) == 8
+        with pytest.raises(ValueError, match="AVG of .* is not defined"):
+            topo_ar.all_reduce(torch.tensor([value], dtype=dtype), AVG)
+        with api.communicator():
+            return int(topo_ar.all_reduce(torch.tensor([value], dtype=dtype))), refused
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

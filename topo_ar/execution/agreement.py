@@ -79,7 +79,7 @@ class Agreement:
         everyone = [_decoded(text) for text in self._channel.all_gather(data)]
         odd = odd_ranks(digests)
         raise DisagreementError(
-            f"ranks do not call the same (call {self._number}; {_ranks(odd)} differ from the "
+            f"ranks do not call the same (call {self._number}; {name_ranks(odd)} differ from the "
             "others); all ranks must call with equal arguments in equal order:\n"
             + _table([facts for _, facts in everyone]),
             ranks=odd,
@@ -96,7 +96,7 @@ class Agreement:
         absent = [rank for rank, (number, _) in enumerate(last) if number < self._number]
         if absent:
             raise DisagreementError(
-                f"{_ranks(absent)} did not come to call {self._number}; last calls:\n"
+                f"{name_ranks(absent)} did not come to call {self._number}; last calls:\n"
                 + _table([{"call": str(number), **facts} for number, facts in last]),
                 ranks=absent,
                 stage=STAGE,
@@ -151,7 +151,7 @@ def _table(facts: Sequence[Facts]) -> str:
     columns = [_shortened(column) for column in zip(*groups, strict=True)]
     rows = [
         ("", *names),
-        *zip(map(_ranks, groups.values()), *columns, strict=True),
+        *zip(map(name_ranks, groups.values()), *columns, strict=True),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -174,7 +174,7 @@ def _shortened(cells: Sequence[str]) -> list[str]:
     ]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-2, 7``."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -30,6 +30,11 @@ def skips_unused(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(ddp, "skip_all_reduce_unused_params", False))
 
 
+def in_backward() -> bool:
+    """Tell whether autograd called, directly or not, on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def hooks_each_parameter(ddp: DistributedDataParallel) -> bool:
     """Tell whether `ddp` calls hooks for single gradients (dynamo's ``python_reducer``)."""
     return bool(getattr(ddp, "_use_python_reducer", False))

@@ -12,13 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from topo_ar.errors import ConfigError, TopoError
 from topo_ar.execution.communicator import DEFAULT_TIMEOUT_S, Communicator
 from topo_ar.execution.options import require_equal
-from topo_ar.execution.torch_private import (
-    bucket_cap_mib,
-    hooks_each_parameter,
-    is_static_graph,
-    registered_hooks,
-    skips_unused,
-)
+from topo_ar.execution.torch_private import bucket_cap_mib
+from topo_ar.integrations.bucket_agreement import BucketAgreement
 from topo_ar.integrations.bucket_cap import advice, planned_cap
 from topo_ar.integrations.compressed import CompressedReduction
 from topo_ar.integrations.compression_auto import Auto, decide
@@ -26,10 +21,12 @@ from topo_ar.integrations.compression_buckets import CompressionReport
 from topo_ar.integrations.compression_choice import AUTO, CompressionSettings, optimizer_name
 from topo_ar.integrations.compression_state import State, load_state, saved_state
 from topo_ar.integrations.gradient_norm import GradNorm, NormMeter
-from topo_ar.integrations.hook import EACH_PARAMETER, DDPHook
+from topo_ar.integrations.hook import DDPHook
 from topo_ar.integrations.options import HookOptions
 from topo_ar.integrations.path_choice import PathChoice, PathChooser
+from topo_ar.integrations.replica_check import ReplicaCheck
 from topo_ar.integrations.trace import Recorder
+from topo_ar.integrations.unsupported import refuse_unsupported
 from topo_ar.integrations.zero_copy import BucketSharing
 from topo_ar.planning.joint_reasons import cap_name
 from topo_ar.planning.plan import Plan
@@ -211,6 +208,7 @@ def attach(
     reproducible: bool = False,
     zero_copy: bool = False,
     grad_norm: bool = False,
+    check_replicas_every: int = 0,
     compression: str | Mapping[str, str] = "none",
     policy: str = "exact",
     optimizer: object = None,
@@ -234,6 +232,9 @@ def attach(
         Keep buckets in shared memory, see `Communicator.share`. With compression it has no effect.
     grad_norm : bool
         Keep what `Handle.grad_norm` needs: each rank looks once at its part of the averages.
+    check_replicas_every : int
+        Compare the parameters of all ranks by checksum in the first step and every so many after
+        it, and fail on all ranks where they differ, see `ReplicaCheck`; 0 for never.
     compression, policy, start_step, warm_up_steps, guard_steps
         See `CompressionSettings`.
     optimizer : Optimizer or str, optional
@@ -252,7 +253,7 @@ def attach(
         model = DistributedDataParallel(module)
         handle = topo_ar.attach(model)
     """
-    _check(ddp)
+    refuse_unsupported(ddp)
     settings = CompressionSettings(
         compression=compression,
         policy=policy,
@@ -262,7 +263,7 @@ def attach(
         guard_steps=guard_steps,
     )
     settings.choice(name for name, _ in ddp.module.named_parameters())
-    chosen = HookOptions(zero_copy=zero_copy, grad_norm=grad_norm)
+    chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
     communicator = Communicator(
         ddp.process_group,
         topology=topology,
@@ -277,26 +278,6 @@ def attach(
         raise
 
 
-def _check(ddp: object) -> None:
-    """Refuse what the hook cannot serve."""
-    if not isinstance(ddp, DistributedDataParallel):
-        raise ConfigError(f"attach takes a DistributedDataParallel, not a {type(ddp).__name__}")
-    if registered_hooks(ddp):
-        raise ConfigError(
-            "this DistributedDataParallel already has a communication hook (mixed_precision= adds "
-            "one of its own), and torch allows only one; build it without"
-        )
-    if skips_unused(ddp):
-        raise ConfigError(
-            "skip_all_reduce_unused_params=True makes ranks call the hook for different buckets; "
-            "build the DistributedDataParallel without it"
-        )
-    if hooks_each_parameter(ddp):
-        raise ConfigError(EACH_PARAMETER)
-    if is_static_graph(ddp):
-        logger.warning("static_graph=True: torch fails in no_sync() then, with or without a hook")
-
-
 def _attached(
     ddp: DistributedDataParallel,
     communicator: Communicator,
@@ -308,6 +289,9 @@ def _attached(
     handle = _handles[ddp] = make_handle(ddp, communicator, plan, settings)
     if chosen.grad_norm:
         handle.watch_norm()
+    if chosen.check_replicas_every:
+        check = ReplicaCheck(communicator, ddp, chosen.check_replicas_every)
+        handle.hook.observers.members.append(check)
     if chosen.zero_copy:
         handle.hook.sharing = BucketSharing(communicator)
     ddp.register_comm_hook(None, handle.hook.hook)
@@ -338,6 +322,7 @@ def make_handle(
         if settings.compression == AUTO:
             ask = partial(handle.advice, settings.policy, settings.optimizer, keep_cap=True)
             compression.auto = Auto(compression, lambda: decide(communicator, handle.trace(), ask))
+    hook.observers.members.append(BucketAgreement(communicator, names))
     hook.path = PathChooser(communicator, plan, hook.compression)
     hook.observers.members.append(hook.path)
     if communicator.rank == 0 and logger.isEnabledFor(logging.INFO):
@@ -354,6 +339,7 @@ def ddp(
     reproducible: bool = False,
     zero_copy: bool = False,
     grad_norm: bool = False,
+    check_replicas_every: int = 0,
     compression: str | Mapping[str, str] = "none",
     policy: str = "exact",
     optimizer: str = "",
@@ -374,7 +360,9 @@ def ddp(
         The model.
     plan, topology, timeout_s, reproducible
         As for `Communicator`.
-    zero_copy, grad_norm, compression, policy, optimizer, start_step, warm_up_steps, guard_steps
+    zero_copy, grad_norm, check_replicas_every
+        As for `attach`.
+    compression, policy, optimizer, start_step, warm_up_steps, guard_steps
         As for `attach`.
     **options
         Passed to DistributedDataParallel.
@@ -393,7 +381,7 @@ def ddp(
         guard_steps=guard_steps,
     )
     settings.choice(name for name, _ in module.named_parameters())
-    chosen = HookOptions(zero_copy=zero_copy, grad_norm=grad_norm)
+    chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
     group = options.get("process_group")
     if group is None and options.get("device_mesh") is not None:
         group = options["device_mesh"].get_group(mesh_dim=0)
@@ -409,7 +397,7 @@ def ddp(
                 cap = cap_name(planned.bucket_cap_mib)
                 logger.info("bucket cap %s: %s %s", cap, planned.reason, planned.backward_source)
         model = DistributedDataParallel(module, **options)
-        _check(model)
+        refuse_unsupported(model)
         _attached(model, communicator, plan, settings, chosen)
     except BaseException:
         communicator.close()
