@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 from hypothesis import strategies as st
 
 from topo_ar.planning.lowering import lower, lower_ring
+from topo_ar.planning.lowering_nodes import LEADERS
 from topo_ar.planning.plan import Family, Plan, Shards
 from topo_ar.planning.schedule import Op
 from topo_ar.planning.step_list import cut
@@ -13,6 +14,9 @@ TWO_LEVEL = (
     Family.HIERARCHICAL_SEQUENTIAL,
     Family.HIERARCHICAL_PIPELINED,
     Family.HIERARCHICAL_LEADER,
+    Family.HIERARCHICAL_RING,
+    Family.HIERARCHICAL_HALVING,
+    Family.HIERARCHICAL_DOUBLING,
 )
 ANY_NODES = (
     Family.FLAT_RING,
@@ -34,7 +38,7 @@ def make_plan(family, nodes, numel, chunks=1, itemsize=4, *, shards=None, island
     if isinstance(chunks, int):
         chunks = [end - begin for begin, end in cut(0, numel, [1] * chunks)]
     if shards is None:
-        leader = family is Family.HIERARCHICAL_LEADER
+        leader = family in LEADERS
         own = tuple((1,) + (int(not leader),) * (len(node) - 1) for node in nodes)
         shards = Shards((1,) * len(nodes), own)
     return Plan(

@@ -72,13 +72,54 @@ def test_25_mb_on_a_slow_wire_is_near_the_wire_limit(slow_wire):
 
 
 def test_the_leader_path_ends_earlier_on_more_nodes():
-    four = levels(preset("cpu-host", nodes=4))
-    for nbytes in (8 << 10, 64 << 10):
-        small = plan(four, nbytes)
-        leads = small.family == Family.HIERARCHICAL_LEADER
-        assert leads == (nbytes <= 32 << 10)
-        assert small.shards.ranks[0] == ((1, 0, 0, 0) if leads else (1, 1, 1, 1))
-    assert plan(four, 8 << 10, leader_limit_nbytes=0).family != Family.HIERARCHICAL_LEADER
+    three = levels(preset("cpu-host", nodes=3))
+    small, large = (plan(three, nbytes, families=TWO_LEVELS) for nbytes in (8 << 10, 128 << 10))
+    assert small.family == Family.HIERARCHICAL_LEADER
+    assert small.shards.ranks[0] == (1, 0, 0, 0)
+    assert large.shards.ranks[0] == (1, 1, 1, 1)
+    for nodes, limit in ((2, 256 << 10), (3, 64 << 10), (4, 32 << 10)):
+        host = levels(preset("cpu-host", nodes=nodes))
+        for nbytes, ends in ((limit, False), (limit + 4, True)):
+            made = plan(host, nbytes).alternatives
+            leader = next(a for a in made if a.family == Family.HIERARCHICAL_LEADER)
+            assert ("the leader path ends at" in leader.excluded) == ends
+    unled = plan(three, 8 << 10, leader_limit_nbytes=0, families=TWO_LEVELS)
+    assert unled.family != Family.HIERARCHICAL_LEADER
+
+
+def one_rank_each(nodes, latency):
+    return cluster([1] * nodes, 4e9, [118e6], nic_latency=latency)
+
+
+def test_many_nodes_go_round_by_round_where_that_pays():
+    """Latencies as torch measures them between emulated hosts on two cores; sizes timed there."""
+    eight, sixteen = one_rank_each(8, 650e-6), one_rank_each(16, 1e-3)
+    for levels_, nbytes, family in (
+        (eight, 4 << 10, Family.HIERARCHICAL_DOUBLING),
+        (eight, 64 << 10, Family.HIERARCHICAL_DOUBLING),
+        (eight, 512 << 10, Family.HIERARCHICAL_HALVING),
+        (sixteen, 4 << 10, Family.HIERARCHICAL_DOUBLING),
+        (sixteen, 64 << 10, Family.HIERARCHICAL_DOUBLING),
+        (sixteen, 512 << 10, Family.HIERARCHICAL_HALVING),
+        (sixteen, 4 << 20, Family.HIERARCHICAL_RING),
+    ):
+        made = plan(levels_, nbytes, families=CPU_RUNTIME.families)
+        assert made.family == family
+        assert f"{family}" in made.reason
+        assert "The runner-up" in made.reason
+    for nodes, ranks in ((4, 2), (4, 4)):
+        few = cluster([ranks] * nodes, 4e9, [118e6], nic_latency=400e-6)
+        assert plan(few, 25_000_000).family == Family.HIERARCHICAL_PIPELINED
+
+
+def test_no_rank_of_very_many_nodes_sends_to_all_others():
+    made = plan(one_rank_each(65, 50e-6), 1 << 20, families=CPU_RUNTIME.families)
+    assert made.family in (Family.HIERARCHICAL_RING, Family.HIERARCHICAL_HALVING)
+    reasons = {a.family: a.excluded for a in made.alternatives}
+    direct = "nodes send to each other directly up to 64 of them"
+    assert reasons[Family.HIERARCHICAL_SEQUENTIAL] == direct
+    with pytest.raises(PlanError, match="needs more than two nodes"):
+        plan(one_rank_each(2, 50e-6), 4096, family=Family.HIERARCHICAL_RING)
 
 
 def test_uneven_nodes_take_the_hierarchy_that_suits_them():

@@ -19,6 +19,7 @@ from topo_ar.planning.level_bounds import all_reduce_lower_bound
 from topo_ar.planning.pipelines import end_of_chunks
 from topo_ar.planning.plan import Family, Shards
 from topo_ar.planning.timing import bandwidth_limit, time_schedule
+from topo_ar.planning.verify import verify
 from topo_ar.topology.levels import Levels, NodeLevel, Rack
 
 # Exact seconds per unit of a pipeline of c equal chunks, reduce-scatters first.
@@ -120,14 +121,20 @@ _TIMES = st.fractions(0, 5, max_denominator=4)
 def test_pipelines_end_as_the_closed_form_says(n, g, rates, alphas, sizes):
     chunks = [144 * size for size in sizes]
     levels = cluster([g] * n, rates[0], [rates[1]], intra_latency=alphas[0], nic_latency=alphas[1])
-    schedule = make(Family.HIERARCHICAL_PIPELINED, in_order([g] * n), sum(chunks), chunks, 1)
+    direct, ring = (
+        make(family, in_order([g] * n), sum(chunks), chunks, 1)
+        for family in (Family.HIERARCHICAL_PIPELINED, Family.HIERARCHICAL_RING)
+    )
     intra = [(g - 1) * (alphas[0] + Fraction(size, g * rates[0])) for size in chunks]
-    # Two nodes exchange, and wait for one message; more scatter and gather.
-    messages = 1 if n == 2 else 2 * (n - 1)
-    inter = [messages * alphas[1] + Fraction(2 * (n - 1) * size, n * rates[1]) for size in chunks]
-    seconds = time_schedule(schedule, levels).seconds
-    assert seconds == end_of_chunks([intra], inter, [intra], [0] * len(inter))
+    # Two nodes exchange, and wait for one message; more scatter and gather, at once or in a ring.
+    for schedule, messages in ((direct, min(n - 1, 2)), (ring, 1 if n == 2 else 2 * (n - 1))):
+        inter = [
+            messages * alphas[1] + Fraction(2 * (n - 1) * size, n * rates[1]) for size in chunks
+        ]
+        seconds = time_schedule(schedule, levels).seconds
+        assert seconds == end_of_chunks([intra], inter, [intra], [0] * len(inter))
     if n > 2:
+        # The runtime of the default is NCCL's, whose rails are rings.
         expected = cost.rails(CostParameters.from_levels(levels)).seconds(chunks)
         assert float(seconds) == pytest.approx(float(expected), rel=1e-12)
 
@@ -182,6 +189,47 @@ def test_flat_families_inside_one_node(world):
     if world & (world - 1) == 0:
         halving = time_schedule(make(Family.HALVING_DOUBLING, nodes, numel, 1, 1), levels)
         assert halving.seconds == 2 * int(math.log2(world)) * alpha + bytes_part
+
+
+@pytest.mark.parametrize("n", [3, 4, 6, 8, 16, 64])
+def test_rounds_between_nodes_take_what_theory_says(n):
+    alpha, beta, numel = Fraction(3), Fraction(1, 7), 2 * 16 * n
+    levels = cluster([2] * n, 10**9, [7], nic_latency=alpha)
+    power = 1 << (n.bit_length() - 1)
+    folds = int(power < n)
+    inside = 2 * Fraction(numel, 2 * 10**9)
+    to_leader = 2 * Fraction(numel, 10**9)
+    ring, halving, doubling, direct = (
+        time_schedule(make(family, in_order([2] * n), numel, 1, 1), levels).seconds
+        for family in (
+            Family.HIERARCHICAL_RING,
+            Family.HIERARCHICAL_HALVING,
+            Family.HIERARCHICAL_DOUBLING,
+            Family.HIERARCHICAL_PIPELINED,
+        )
+    )
+    least = Fraction(2 * (n - 1), n) * numel * beta
+    assert ring == inside + 2 * (n - 1) * alpha + least
+    assert direct == inside + 2 * alpha + least
+    # Halves are whole elements: numel is a multiple of the largest power of two.
+    rounds = int(math.log2(power))
+    if numel // 2 % power == 0:
+        bytes_part = (Fraction(2 * (power - 1), power) + 2 * folds) * numel * beta
+        assert halving == inside + 2 * (rounds + folds) * alpha + bytes_part
+    assert doubling == to_leader + (rounds + 2 * folds) * (alpha + numel * beta)
+
+
+def test_a_thousand_nodes_are_timed_and_verified():
+    n, alpha, numel = 1024, 1, 1024 * 4
+    levels = cluster([1] * n, 1, [10], nic_latency=alpha)
+    for family, seconds in (
+        (Family.HIERARCHICAL_RING, 2 * 1023 + Fraction(2 * 1023, 1024 * 10) * numel),
+        (Family.HIERARCHICAL_HALVING, 20 + Fraction(2 * 1023, 1024 * 10) * numel),
+        (Family.HIERARCHICAL_DOUBLING, 10 + 10 * Fraction(numel, 10)),
+    ):
+        schedule = make(family, in_order([1] * n), numel, 1, 1)
+        assert time_schedule(schedule, levels).seconds == seconds
+        verify(schedule)
 
 
 @pytest.mark.parametrize(("n", "share"), [(2, 1), (4, 2), (8, 2), (16, 2)])

@@ -20,11 +20,13 @@ SHAPES = [
 ]
 
 
-def _mixed(rank: int, world_size: int, hosts: list[int], seed: int) -> tuple[int, int]:
+def _mixed(
+    rank: int, world_size: int, hosts: list[int], seed: int, plan: str = "hierarchical_leader"
+) -> tuple[int, int]:
     """Small ones, some of them late, between large and plain ones; count wrong and straight."""
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
     wrong = 0
-    with communicator(rank, hosts, plan="hierarchical_leader") as made:
+    with communicator(rank, hosts, plan=plan) as made:
         straight = made._loop._straight
         done = 0
         run = straight.run
@@ -66,6 +68,15 @@ def test_small_tensors_between_others_are_right(ranks, hosts) -> None:
     found = ranks.run(_mixed, len(hosts), hosts, 3)
     assert [wrong for wrong, _ in found] == [0] * len(hosts)
     assert any(done for _, done in found)
+
+
+@pytest.mark.parametrize("kind", ["ring", "halving", "doubling"])
+@pytest.mark.parametrize("hosts", [blocks(4, 1), blocks(3, 2), blocks(7, 1)], ids=str)
+def test_owners_go_straight_from_round_to_round(ranks, hosts, kind) -> None:
+    found = ranks.run(_mixed, len(hosts), hosts, 5, f"hierarchical_{kind}")
+    assert [wrong for wrong, _ in found] == [0] * len(hosts)
+    if kind == "doubling" or len(set(hosts)) == len(hosts):  # one owner a node
+        assert any(done for _, done in found)
 
 
 def _another_size(rank: int, world_size: int, hosts: list[int]) -> str:

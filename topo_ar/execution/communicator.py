@@ -29,6 +29,7 @@ from topo_ar.execution.flight import Collective, Span
 from topo_ar.execution.host_copies import HostCopies
 from topo_ar.execution.job import Job
 from topo_ar.execution.kernels import CODES, Kernel
+from topo_ar.execution.line import Line
 from topo_ar.execution.loop import Loop
 from topo_ar.execution.measure import measure_levels
 from topo_ar.execution.nccl_path import NcclPath
@@ -39,11 +40,10 @@ from topo_ar.execution.plain import reduce_plainly
 from topo_ar.execution.plans import MODES, Plans, Prepared
 from topo_ar.execution.program import node_program
 from topo_ar.execution.rail_group import RailGroup
-from topo_ar.execution.reach import is_equal, rail_of
+from topo_ar.execution.reach import rail_of, why_no_rails
 from topo_ar.execution.recovery import Recovery
 from topo_ar.execution.shared_inputs import STAGED, SharedInputs
 from topo_ar.execution.slow_nics import with_slow_nics
-from topo_ar.execution.straight import Line
 from topo_ar.execution.ticket import GroupWork, Pending, Ticket
 from topo_ar.execution.torch_private import backend_of
 from topo_ar.planning.plan import Family, Plan
@@ -314,7 +314,7 @@ class Communicator:
     def _why_no_groups(self) -> str | None:
         if self._job.plain_reason is not None:
             return self._job.plain_reason
-        return None if is_equal(self.nodes) else "the nodes have unequal numbers of ranks"
+        return why_no_rails(self.nodes)
 
     def run(
         self,

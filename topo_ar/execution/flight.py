@@ -8,7 +8,7 @@ from topo_ar.execution.program import ChunkProgram
 from topo_ar.planning.schedule import Stage
 
 if TYPE_CHECKING:
-    from topo_ar.execution.straight import Line
+    from topo_ar.execution.line import Line
 
 
 @dataclass(frozen=True, slots=True)

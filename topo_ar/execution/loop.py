@@ -27,11 +27,12 @@ from topo_ar.execution.groups import Groups
 from topo_ar.execution.guard import Failure, Reported, failure_of
 from topo_ar.execution.job import Job
 from topo_ar.execution.kernels import Kernel
+from topo_ar.execution.line import Line, collective_of
 from topo_ar.execution.lookout import Lookout
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.program import ChunkProgram
 from topo_ar.execution.recovery import Fallback, Recovery
-from topo_ar.execution.straight import Line, Straight, collective_of, stage_of
+from topo_ar.execution.straight import Straight, stage_of
 from topo_ar.execution.switching import PromptSwitching
 from topo_ar.execution.ticket import Broken, GroupWork, Ticket
 from topo_ar.execution.waiting import interest, waits_for

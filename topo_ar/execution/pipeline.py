@@ -65,15 +65,15 @@ class Pipeline:
         self.shared = shared
         self.errand: Errand | None = None
         self._used: dict[int, Flow] = {}  # flows that a program has named so far
-        self._relays = Relays(self)
+        self.relays = Relays(self)
         self._next_free = 0
-        self._frames = 0  # expected from peers or not yet sent to them
+        self.frames = 0  # expected from peers or not yet sent to them
         self.chunks: dict[int, Chunk] = {}
 
     @property
     def busy(self) -> bool:
         """Whether a chunk is unfinished, bytes wait to be sent or an errand is under way."""
-        return self.next_out < self.end or self._frames > 0 or self.errand is not None
+        return self.next_out < self.end or self.frames > 0 or self.errand is not None
 
     def enqueue(self, collective: Collective) -> None:
         """Append the chunks of `collective`; every rank does so in the same order."""
@@ -85,7 +85,7 @@ class Pipeline:
             for peer, frames in program.expected:
                 flow = self._used[peer] = self.flows[peer]
                 flow.outstanding += frames
-                self._frames += frames
+                self.frames += frames
             self.chunks[self.end] = chunk
             self.end += 1
 
@@ -119,7 +119,7 @@ class Pipeline:
         self.chunks.clear()
         self.next_in = self.next_reduce = self.next_add = self.next_publish = self.end
         self.next_out = self.end
-        self._frames = 0
+        self.frames = 0
 
     def release(self) -> None:
         """Give slots back; nothing runs again."""
@@ -131,7 +131,7 @@ class Pipeline:
         if self.errand is not None:
             return self.errand.turn()
         moved = False
-        if self._frames:
+        if self.frames:
             for flow in self._used.values():
                 if flow.wants_out:
                     moved |= flow.flush()
@@ -184,7 +184,7 @@ class Pipeline:
         chunk = self.chunks[index]
         program = chunk.program
         if program.shard_end > program.shard_begin:
-            if node.least(Counter.COPIED_IN) <= index or not self._reducible(index, chunk):
+            if node.least(Counter.COPIED_IN) <= index or not self.reducible(index, chunk):
                 return False
             if chunk.collective.inputs is None:
                 self.check_fingerprints(chunk.collective)
@@ -196,7 +196,8 @@ class Pipeline:
         node.advance(Counter.REDUCED, self.next_reduce)
         return True
 
-    def _reducible(self, index: int, chunk: Chunk) -> bool:
+    def reducible(self, index: int, chunk: Chunk) -> bool:
+        """Tell whether the slots of a chunk are free: its result's, or those of sums it sends."""
         if chunk.program.is_inside:
             return self.node.result_free(index)
         before = self.chunks.get(index - SUM_SLOTS)
@@ -241,7 +242,7 @@ class Pipeline:
         kernel.reduce_in_node(partial, sources)
         chunk.wire_begin = chunk.wire_begin or time.monotonic()
         if program.relay is not None:
-            self._relays.begin(index, chunk, program.relay)
+            self.relays.begin(index, chunk, program.relay)
         for segment in program.segments:
             kind = Kind.CONTRIBUTION if segment.parts else Kind.EXCHANGE
             for peer, first, last in segment.outgoing:
@@ -258,7 +259,7 @@ class Pipeline:
             if segment.part[1] > segment.part[0]:
                 self._add_segment(index, chunk, segment)
         if chunk.program.relay is not None:
-            self._relays.finish(index, chunk, chunk.program.relay)
+            self.relays.finish(index, chunk, chunk.program.relay)
         chunk.added = True
         self.next_add = index + 1
         return True
@@ -337,7 +338,7 @@ class Pipeline:
             chunk.wire_begin = time.monotonic()
         if chunk.program.relay is not None:
             relay = chunk.program.relay
-            return self._relays.destination(flow, kind, index, chunk, relay, segment)
+            return self.relays.destination(flow, kind, index, chunk, relay, segment)
         place = chunk.program.segment(segment, flow.rank)
         if place is None or flow.outstanding <= 0 or (kind == Kind.RESULT and not place.parts):
             raise BadFrame(flow.rank, f"of chunk {index} that nobody waits for")
@@ -352,10 +353,10 @@ class Pipeline:
 
     def arrived(self, flow: Flow, kind: int, index: int) -> None:
         """Count a complete frame."""
-        self._frames -= 1
+        self.frames -= 1
         chunk = self.chunks[index]
         if chunk.program.relay is not None:
-            self._relays.arrived(flow, index, chunk, chunk.program.relay)
+            self.relays.arrived(flow, index, chunk, chunk.program.relay)
             return
         if kind == Kind.RESULT:
             chunk.gathering -= 1
@@ -382,12 +383,12 @@ class Pipeline:
     def frames_unsent(self, chunk: Chunk, count: int) -> None:
         """Count frames that are queued."""
         chunk.unsent += count
-        self._frames += count
+        self.frames += count
 
     def frame_sent(self, index: int, chunk: Chunk) -> None:
         """Count a frame that has left."""
         chunk.unsent -= 1
-        self._frames -= 1
+        self.frames -= 1
         self._retire(index, chunk)
 
     def _retire(self, index: int, chunk: Chunk) -> None:

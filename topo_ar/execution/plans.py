@@ -12,10 +12,10 @@ from topo_ar.errors import PlanError
 from topo_ar.execution.fingerprint import fingerprint
 from topo_ar.execution.fixed_order import FixedOrder
 from topo_ar.execution.kernels import Kernel
+from topo_ar.execution.line import is_straight
 from topo_ar.execution.nics import with_nics
 from topo_ar.execution.program import ChunkProgram, compile_program
 from topo_ar.execution.reach import Reach, is_equal
-from topo_ar.execution.straight import is_straight
 from topo_ar.planning.equal_shares import with_equal_shares
 from topo_ar.planning.lowering import lower
 from topo_ar.planning.nccl_machine import nccl_machine_of
@@ -30,6 +30,10 @@ logger = logging.getLogger("topo_ar")
 # Plans that are asked for by name: the choice of the planner, no hierarchy, the best hierarchy,
 # equal shares whatever the NICs carry, or a family.
 MODES = ("auto", "flat", "hierarchical", "equal", *sorted(CPU_RUNTIME.families))
+# Their sums are passed on from rank to rank, in an order that depends on the nodes.
+_ROUND_BY_ROUND = frozenset(
+    {Family.HIERARCHICAL_RING, Family.HIERARCHICAL_HALVING, Family.HIERARCHICAL_DOUBLING}
+)
 _MOST_KEPT = 1024
 
 
@@ -187,13 +191,16 @@ class Plans:
         )
 
     def _plan(self, nbytes: int, itemsize: int, device: str, family: Family | None) -> Plan:
+        families = _runtime(device).families
+        if self._reproducible and family is None:
+            families -= _ROUND_BY_ROUND
         return make_plan(
             self._levels if device == "cuda" else self._levels_of_flows,
             nbytes,
             topology_hash=self._topology_hash,
             itemsize=itemsize,
             family=family,
-            families=_runtime(device).families,
+            families=families,
             runtime=_runtime(device),
             nccl=self._nccl if device == "cuda" else None,
             max_chunk_nbytes=None if device == "cuda" else self._slot_nbytes,
@@ -243,7 +250,10 @@ class Plans:
     def _program(self, plan: Plan, tensor: torch.Tensor) -> tuple[ChunkProgram, ...] | None:
         schedule = lower(plan, tensor.numel(), tensor.itemsize)
         program = compile_program(schedule, self._rank, self._slot_nbytes)
-        relays = program is not None and any(chunk.relay is not None for chunk in program)
+        # The same on ranks that have no part in it.
+        relays = plan.family in _ROUND_BY_ROUND or (
+            program is not None and any(chunk.relay is not None for chunk in program)
+        )
         if self._reproducible and (program is None or relays):
             why = self._plain_reason or plan.reason
             if relays:

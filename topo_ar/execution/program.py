@@ -5,15 +5,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from topo_ar.errors import PlanError
-from topo_ar.execution.relay_program import Relay, compile_relay, depths
+from topo_ar.execution.relay_program import Relay, compile_relay, depths, unrolled
 from topo_ar.planning.chunks import tapered_chunks
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
-from topo_ar.planning.step_list import Interval, cut
+from topo_ar.planning.step_list import RINGS, Interval, cut
 
 # Chunks inside one node: whole lines of the cache, whatever the number of ranks.
 _NODE_ALIGN_NBYTES = 4096
-_ADD = (Stage.INTER_EXCHANGE, Stage.INTER_REDUCE_SCATTER, Stage.RACK_REDUCE_SCATTER)
-BETWEEN = (*_ADD, Stage.INTER_ALL_GATHER, Stage.RACK_ALL_GATHER)
+_ADD = (
+    Stage.INTER_EXCHANGE,
+    Stage.INTER_REDUCE_SCATTER,
+    Stage.RACK_REDUCE_SCATTER,
+    Stage.INTER_RING_REDUCE_SCATTER,
+    Stage.INTER_FOLD,
+    Stage.INTER_HALVING,
+)
+BETWEEN = (
+    *_ADD,
+    Stage.INTER_ALL_GATHER,
+    Stage.RACK_ALL_GATHER,
+    Stage.INTER_RING_ALL_GATHER,
+    Stage.INTER_DOUBLING,
+    Stage.INTER_UNFOLD,
+)
 # Inside a node all memory is equally near: islands reduce with the whole node.
 _INSIDE = (Stage.ISLAND_REDUCE_SCATTER, Stage.INTRA_REDUCE_SCATTER)
 _RUNS = {*BETWEEN, *_INSIDE, Stage.ISLAND_ALL_GATHER, Stage.INTRA_ALL_GATHER}
@@ -171,7 +185,7 @@ def _compile_chunk(steps: Sequence[Step], rank: int) -> ChunkProgram:
         tuple(i for i, (begin, end) in enumerate(shards) if end > begin),
     )
     depth = depths(steps)
-    if len({depth[step.index] for step in adding}) > 1:
+    if len({depth[step.index] for step in adding}) > 1 or (adding and adding[0].stage in RINGS):
         return _with_relay(chunk, between, depth, rank)
     numbered = [(number, step) for number, step in enumerate(adding) if rank in step.group]
     segments = _segments(numbered, rank)
@@ -202,7 +216,7 @@ def _with_relay(
     own = [(depth[s.index], number, s) for number, s in enumerate(between) if rank in s.group]
     if not own:
         return chunk
-    relay = compile_relay(own, rank)
+    relay = compile_relay(unrolled(own, rank), rank)
     return replace(
         chunk,
         expected=relay.expected,

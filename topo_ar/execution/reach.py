@@ -4,7 +4,8 @@ A plan may order the ranks of a node by their NICs, cut a chunk by weights, or s
 rack: until it is made nobody knows who will send to whom. So every rank has a flow to every rank of
 other nodes; a flow that no plan needs costs a socket. In a large job a rank has flows only to those
 whose share it overlaps when the ranks of a node have equal shares: of nodes of equal numbers of
-ranks, to the ranks in its own place.
+ranks, to the ranks in its own place. Of very many equal nodes it has flows to those only with which
+it has to do round a ring and in recursive halving or doubling, in the order of the nodes' numbers.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from collections.abc import Sequence
 from topo_ar.execution.program import BETWEEN
 from topo_ar.planning.lowering import lower
 from topo_ar.planning.plan import Plan
+from topo_ar.planning.recursion import rounds
+from topo_ar.planning.runtime import CPU_RUNTIME
+from topo_ar.planning.step_list import RINGS
 
 Nodes = Sequence[tuple[int, ...]]
 
@@ -29,6 +33,8 @@ def peers_of(nodes: Nodes, rank: int) -> tuple[int, ...]:
     rank : int
         One of them.
     """
+    if not is_direct(nodes):
+        return _of_few(_in_place_of(nodes, rank), rank)
     mine = next(node for node in nodes if rank in node)
     at = mine.index(rank)
     everyone = is_complete(nodes)
@@ -47,13 +53,39 @@ def is_complete(nodes: Nodes) -> bool:
     return sum(map(len, nodes)) <= ALL_CONNECTED_RANKS
 
 
-def rail_of(nodes: Nodes, rank: int) -> tuple[int, ...]:
-    """Return the ranks in the place of `rank` on all nodes, in their order; equal nodes only.
+def is_direct(nodes: Nodes) -> bool:
+    """Tell whether there is a flow between any two ranks in the same place of equal nodes."""
+    return is_complete(nodes) or not is_equal(nodes) or len(nodes) <= CPU_RUNTIME.most_direct_nodes
 
-    Empty where nodes hold unequal numbers of ranks.
+
+def _of_few(rail: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the neighbours round a ring, and the partners of all rounds of a recursion."""
+    size, at = len(rail), rail.index(rank)
+    peers = {(at - 1) % size, (at + 1) % size}
+    for pairs, _ in rounds(size, halving=True):
+        peers.update({b for a, b in pairs if a == at}, {a for a, b in pairs if b == at})
+    return tuple(rail[peer] for peer in sorted(peers))
+
+
+def rail_of(nodes: Nodes, rank: int) -> tuple[int, ...]:
+    """Return the ranks in the place of `rank` on all nodes, in their order, that have flows.
+
+    Empty where there are no such groups, see `why_no_rails`.
     """
+    return () if why_no_rails(nodes) else _in_place_of(nodes, rank)
+
+
+def why_no_rails(nodes: Nodes) -> str | None:
+    """Return why the ranks in one place of all nodes cannot all talk to each other, if so."""
     if not is_equal(nodes):
-        return ()
+        return "the nodes have unequal numbers of ranks"
+    if not is_direct(nodes):
+        most = CPU_RUNTIME.most_direct_nodes
+        return f"ranks of more than {most} nodes do not all reach each other"
+    return None
+
+
+def _in_place_of(nodes: Nodes, rank: int) -> tuple[int, ...]:
     at = next(node.index(rank) for node in nodes if rank in node)
     return tuple(node[at] for node in nodes)
 
@@ -90,9 +122,10 @@ class Reach:
         for step in lower(plan, plan.nbytes // itemsize, itemsize).steps:
             if step.stage not in BETWEEN or step.group in self._possible:
                 continue
-            for rank in step.group:
-                for peer in step.group:
-                    if peer != rank and peer not in self._peers_of(rank):
+            for at, rank in enumerate(step.group):
+                others = step.group[:at] + step.group[at + 1 :]
+                for peer in (step.group[at - 1],) if step.stage in RINGS else others:
+                    if peer not in self._peers_of(rank):
                         return self._sentence(rank, peer)
             self._possible.add(step.group)
         return ""
@@ -104,6 +137,12 @@ class Reach:
         return peers
 
     def _sentence(self, rank: int, peer: int) -> str:
+        if not is_direct(self._nodes):
+            return (
+                f"it needs a flow between ranks {rank} and {peer}, and of more than "
+                f"{CPU_RUNTIME.most_direct_nodes} nodes each reaches few: they exchange round a "
+                "ring, in recursive halving or doubling, in the order of their numbers"
+            )
         need = (
             "equal nodes need the same shares in every node, their ranks in the order of their "
             "numbers"

@@ -11,25 +11,40 @@ from dataclasses import dataclass, field
 
 from topo_ar.errors import PlanError
 from topo_ar.planning.schedule import Op, Stage, Step
+from topo_ar.planning.step_list import RINGS, ring_messages
 
 _MOST_STEPS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Elements `begin` to `end` go to `peer` under the `number` of their step in the chunk."""
+    """Elements `begin` to `end` go to `peer` under the `number` of their step in the chunk.
+
+    `held` is for them what it is for a `Sum`.
+    """
 
     peer: int
     begin: int
     end: int
     number: int
+    held: "Held | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where an earlier exchange left its sum: at `begin` elements of what `peer` sent."""
+
+    peer: int
+    begin: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
     """Elements `begin` to `end` are added up from those of all `members`, in their order.
 
-    What others send of them lies at `arrive_begin` elements of what they send for the chunk.
+    What others send of them lies at `arrive_begin` elements of what they send for the chunk. This
+    rank's own lie in its partial, or where they are `held`; so do sums that go on, but those of an
+    `exchange` take the place of what arrived, for its own may still be on its way out.
     """
 
     begin: int
@@ -37,6 +52,8 @@ class Sum:
     members: tuple[int, ...]
     arrive_begin: int
     stage: Stage
+    held: Held | None = None
+    exchange: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +143,20 @@ def depths(steps: Sequence[Step]) -> dict[int, int]:
     return found
 
 
+def unrolled(steps: Sequence[tuple[int, int, Step]], rank: int) -> list[tuple[int, int, Step]]:
+    """Return the steps of a rank for `compile_relay`, rings as its messages, each deeper by one."""
+    found = []
+    for depth, number, step in steps:
+        if step.stage not in RINGS:
+            found.append((depth, number, step))
+            continue
+        place, size = step.group.index(rank), len(step.group)
+        for at in (place, (place + 1) % size):
+            for hop, message in ring_messages(step, at):
+                found.append((depth * size + hop, depth * size + hop, message))
+    return found
+
+
 def compile_relay(steps: Sequence[tuple[int, int, Step]], rank: int) -> Relay:
     """Return the rounds of a rank.
 
@@ -147,6 +178,7 @@ def compile_relay(steps: Sequence[tuple[int, int, Step]], rank: int) -> Relay:
     places: dict[tuple[int, int], Place] = {}
     frames: dict[int, int] = {}
     arriving = 0
+    held: Held | None = None
     for depth in sorted({depth for depth, _, _ in steps}):
         level = [(number, step) for at, number, step in steps if at == depth]
         draft = _Draft(depth, level[0][1].stage, level[0][1].op is not Op.ALL_GATHER)
@@ -159,7 +191,7 @@ def compile_relay(steps: Sequence[tuple[int, int, Step]], rank: int) -> Relay:
                     continue
                 sent, come = (shard, own) if draft.adds else (own, shard)
                 if sent[0] < sent[1]:
-                    sends.append(Sending(peer, *sent, number))
+                    sends.append(Sending(peer, *sent, number, held if draft.adds else None))
                 frames.setdefault(peer, 0)
                 if come[0] < come[1]:
                     draft.frames += 1
@@ -167,7 +199,12 @@ def compile_relay(steps: Sequence[tuple[int, int, Step]], rank: int) -> Relay:
                     at = (arriving, arriving + come[1] - come[0]) if draft.adds else come
                     places[peer, number] = Place(len(rounds), *at, result=not draft.adds)
             if draft.adds and own[0] < own[1]:
-                draft.sums.append(Sum(*own, step.group, arriving, step.stage))
+                exchange = step.op is Op.EXCHANGE
+                draft.sums.append(
+                    Sum(*own, step.group, arriving, step.stage, held, exchange=exchange)
+                )
+                if exchange:
+                    held = Held(next(peer for peer in step.group if peer != rank), arriving)
                 arriving += own[1] - own[0]
         if draft.frames:
             rounds.append(draft)

@@ -34,10 +34,22 @@ class Relays:
     def __init__(self, pipeline: "Pipeline") -> None:
         self._pipeline = pipeline
 
+    def resume(self, chunk: Chunk, relay: Relay, arrived: Sequence[Flow]) -> None:
+        """Count the rounds that were done outside the lanes, each with its frame from a flow."""
+        for flow in arrived:
+            at, round_ = chunk.round + 1, relay.rounds[chunk.round + 1]
+            chunk.missing[at] = 0
+            chunk.awaited -= at < relay.adding
+            chunk.gathering -= at >= relay.adding
+            chunk.round = at
+            flow.outstanding -= round_.frames
+            self._pipeline.frames -= round_.frames
+        chunk.round += 1
+
     def begin(self, index: int, chunk: Chunk, relay: Relay) -> None:
         """Send what is sent of the sum of the node, which is in its slot."""
         chunk.round = 0
-        self._send_sums(index, chunk, relay.first)
+        self._send_sums(index, chunk, relay, relay.first)
         self._go_on(index, chunk, relay)
 
     def finish(self, index: int, chunk: Chunk, relay: Relay) -> None:
@@ -63,7 +75,8 @@ class Relays:
             if not pipeline.node.result_free(index):
                 return None
             return pipeline.slots.result(index, chunk, place.begin, place.end).data.cast("B")
-        if not pipeline.arrival_free(index):
+        # Sums that an exchange left among what had arrived may still be on their way out.
+        if not pipeline.reducible(index, chunk):
             return None
         size = place.end - place.begin
         return self._arrival(flow.rank, index, chunk, relay, place.begin, size).data
@@ -92,7 +105,7 @@ class Relays:
             if chunk.round < relay.adding:
                 for each in at.sums:
                     self._add(index, chunk, relay, each, final=False)
-                self._send_sums(index, chunk, at.sends)
+                self._send_sums(index, chunk, relay, at.sends)
                 chunk.awaited -= 1
             else:
                 self._send_results(index, chunk, at.sends)
@@ -102,7 +115,7 @@ class Relays:
     def _add(self, index: int, chunk: Chunk, relay: Relay, each: Sum, *, final: bool) -> None:
         kernel, pipeline = chunk.collective.kernel, self._pipeline
         started = time.monotonic()
-        own = self._own(index, chunk, each.begin, each.end)
+        own = self._own(index, chunk, relay, each)
         size = each.end - each.begin
         sources = [
             own
@@ -116,12 +129,20 @@ class Relays:
             result = pipeline.slots.result(index, chunk, each.begin, each.end)
             kernel.reduce_between(result, sources, each.members)
         else:
-            kernel.reduce_partials(own, sources)
+            into = own
+            if each.exchange:
+                into = next(source for source in sources if source is not own)
+            kernel.reduce_partials(into, sources)
         pipeline.span(each.stage, index, "add", started)
 
-    def _own(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
+    def _own(self, index: int, chunk: Chunk, relay: Relay, each: Sum | Sending) -> Array:
+        """Return this rank's part of a sum, or what it sends of it."""
+        if each.held is not None:
+            peer, begin, size = each.held.peer, each.held.begin, each.end - each.begin
+            arrival = self._arrival(peer, index, chunk, relay, begin, size)
+            return arrival.view(chunk.collective.kernel.partial)
         first = chunk.program.shard_begin
-        return self._pipeline.slots.partial(index, chunk)[begin - first : end - first]
+        return self._pipeline.slots.partial(index, chunk)[each.begin - first : each.end - first]
 
     def _arrival(
         self, peer: int, index: int, chunk: Chunk, relay: Relay, begin: int, size: int
@@ -130,9 +151,9 @@ class Relays:
         slot = self._pipeline.slots.arrivals(peer, index, relay.arriving_numel * itemsize)
         return slot[begin * itemsize : (begin + size) * itemsize]
 
-    def _send_sums(self, index: int, chunk: Chunk, sends: Sequence[Sending]) -> None:
+    def _send_sums(self, index: int, chunk: Chunk, relay: Relay, sends: Sequence[Sending]) -> None:
         for each in sends:
-            piece = self._own(index, chunk, each.begin, each.end)
+            piece = self._own(index, chunk, relay, each)
             self._pipeline.send(each.peer, Kind.CONTRIBUTION, index, chunk, piece, each.number)
 
     def _send_results(self, index: int, chunk: Chunk, sends: Sequence[Sending]) -> None:

@@ -1,11 +1,10 @@
 """A one-chunk all-reduce through one owner per node, done in a straight line.
 
+Owners exchange directly, or round by round with one other at a time.
+
 For a small tensor the turns of the pipeline's lanes cost far more than the message. This does the
 same work on the same counters, slots and streams, so that other ranks may run the same chunk in
 their lanes; where something does not come soon, the lanes take over at the point that was reached.
-
-Everything that does not change from call to call is made once, because eight ranks that share two
-cores run each line of Python with a cold cache.
 """
 
 import ctypes
@@ -14,13 +13,11 @@ import select
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from topo_ar.execution.flight import Chunk, Collective
 from topo_ar.execution.futex import Sleep
-from topo_ar.execution.kernels import Array, Kernel
+from topo_ar.execution.line import Line, collective_of
 from topo_ar.execution.pipeline import Pipeline
-from topo_ar.execution.program import ChunkProgram
 from topo_ar.execution.slots import SUM_SLOTS
 from topo_ar.execution.transports.segment import (
     FINGERPRINT_SLOTS,
@@ -39,78 +36,6 @@ _NAP_S = 0.02
 _PUBLISHED, _COPIED_IN, _REDUCED = Counter.PUBLISHED, Counter.COPIED_IN, Counter.REDUCED
 _COPIED_OUT, _ASLEEP, _FINGERPRINTS = Counter.COPIED_OUT, Counter.ASLEEP, Counter.FINGERPRINTS
 _memmove, _yield = ctypes.memmove, os.sched_yield
-
-
-def is_straight(program: Sequence[ChunkProgram]) -> bool:
-    """Tell whether a program is one chunk that one rank of the node sums up and exchanges whole."""
-    if len(program) != 1 or len(program[0].owners) != 1 or program[0].relay is not None:
-        return False
-    segments = program[0].segments
-    return not segments or (len(segments) == 1 and not segments[0].parts)
-
-
-class Line:
-    """One program with its views of all slots; made by `Loop.line`.
-
-    Parameters
-    ----------
-    pipeline : Pipeline
-        Whose slots and flows are used.
-    program : tuple of ChunkProgram
-        For which `is_straight` is true.
-    kernel : Kernel
-        What sums.
-    fingerprint : int
-        Of the collective.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        program: tuple[ChunkProgram, ...],
-        kernel: Kernel,
-        fingerprint: int,
-    ) -> None:
-        self.program, self.kernel, self.fingerprint = program, kernel, fingerprint
-        self.nbytes = (program[0].end - program[0].begin) * kernel.itemsize
-        self.owner = program[0].owners[0]
-        self.flows: list[Flow] = []
-        if self.owner == pipeline.node.local_rank and program[0].segments:
-            segment = program[0].segments[0]
-            self.number, self.rail = segment.number, segment.rail
-            self.flows = [pipeline.flows[p] for p in segment.rail if p != pipeline.rank]
-        # Lines are made while others are in flight, for which slots must not grow.
-        self.growths = -1
-
-    def look(self, pipeline: Pipeline) -> None:
-        """Take views of the slots; those between the nodes grow with the largest collective."""
-
-        def view(slot: NDArray[np.uint8]) -> Array:
-            return slot[: self.nbytes].view(self.kernel.storage)
-
-        node = pipeline.node
-        mine = node.owned.segment
-        self.staging = [mine.staging(slot).ctypes.data for slot in range(STAGING_SLOTS)]
-        self.sources = [
-            [view(segment.staging(slot)) for segment in node.segments]
-            for slot in range(STAGING_SLOTS)
-        ]
-        self.results = [view(node.result(slot)) for slot in range(RESULT_SLOTS)]
-        self.result = [array.ctypes.data for array in self.results]
-        self.totals: list[Array] = []
-        self.terms: list[list[Array]] = []
-        self.payloads: list[memoryview] = []
-        self.arrivals: list[list[memoryview]] = []
-        for slot in range(SUM_SLOTS if self.flows else 0):
-            total = view(pipeline.slots.sum(slot))
-            places = {
-                f.rank: view(pipeline.slots.arrivals(f.rank, slot, self.nbytes)) for f in self.flows
-            }
-            self.totals.append(total)
-            self.terms.append([places.get(peer, total) for peer in self.rail])
-            self.payloads.append(total.data.cast("B"))
-            self.arrivals.append([places[f.rank].data.cast("B") for f in self.flows])
-        self.growths = pipeline.slots.growths
 
 
 class Straight:
@@ -223,6 +148,12 @@ class Straight:
                 if left is not None:
                     return left
                 kernel.reduce_between(result, line.terms[index % SUM_SLOTS], line.rail)
+            elif line.legs:
+                kernel.reduce_in_node(line.totals[index % SUM_SLOTS], sources)
+                mine[_REDUCED] = after
+                left = self._relay(line, index, number, pointer)
+                if left is not None:
+                    return left
             else:
                 kernel.reduce_all(result, sources)
                 mine[_REDUCED] = after
@@ -265,6 +196,46 @@ class Straight:
         for flow in line.flows[:arrived]:
             flow.outstanding -= 1
             pipeline.arrived(flow, Kind.EXCHANGE, index)
+        return collective
+
+    def _relay(self, line: Line, index: int, number: int, pointer: int) -> Collective | None:
+        """Go from leg to leg; return what the lanes took over."""
+        pipeline, fingerprint = self._pipeline, line.fingerprint
+        legs = line.legs[index % RESULT_SLOTS]
+        adopted: list[Chunk] = []
+        arrived: list[Flow] = []
+        unsent = 0
+
+        def sent() -> None:
+            nonlocal unsent
+            unsent -= 1
+            if adopted:
+                pipeline.frame_sent(index, adopted[0])
+
+        for leg in legs:
+            for flow, kind, segment, payload in leg.sends:
+                unsent += 1
+                header = frame_header(kind, segment, index, fingerprint, payload.nbytes)
+                flow.queue(header, payload, sent)
+                flow.flush()
+            if not unsent:
+                if leg.comes is None:
+                    return None
+                flow, kind, segment, target = leg.comes
+                header = frame_header(kind, segment, index, fingerprint, target.nbytes)
+                if _arrives(flow, header, target):
+                    arrived.append(flow)
+                    if leg.add is not None:
+                        leg.add()
+                    continue
+            break
+        collective = collective_of(line, number, pointer)
+        chunk = pipeline.adopt(collective, reduced=True)
+        adopted.append(chunk)
+        pipeline.frames_unsent(chunk, unsent)
+        relay = line.program[0].relay
+        assert relay is not None
+        pipeline.relays.resume(chunk, relay, arrived)
         return collective
 
     def _brought(self, index: int) -> bool:
@@ -316,15 +287,3 @@ def stage_of(error: BaseException) -> Stage:
     """Return in which stage of a line an exception was met."""
     between = isinstance(error, PeerGone | BadFrame)
     return Stage.INTER_EXCHANGE if between else Stage.INTRA_REDUCE_SCATTER
-
-
-def collective_of(line: Line, number: int, pointer: int) -> Collective:
-    """Return the collective of a line for the lanes."""
-    memory = memoryview((ctypes.c_char * line.nbytes).from_address(pointer)).cast("B")
-    return Collective(
-        number=number,
-        fingerprint=line.fingerprint,
-        program=line.program,
-        kernel=line.kernel,
-        buffer=np.frombuffer(memory, line.kernel.storage),
-    )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from topo_ar.errors import PlanError
-from topo_ar.planning import cost
+from topo_ar.planning import cost, cost_rounds
 from topo_ar.planning.calibration import Calibration
 from topo_ar.planning.chunks import equal_chunks, tapered_chunks
 from topo_ar.planning.cost import CostParameters, leaders, rails
@@ -31,6 +31,11 @@ _LINE_ELEMENTS = 16
 # Equal chunks must promise this much over the taper, which was found by measurement.
 _TAPER_MARGIN = 0.95
 _NOT_HERE = "this version does not run it"
+_BY_ROUNDS = (
+    Family.HIERARCHICAL_RING,
+    Family.HIERARCHICAL_HALVING,
+    Family.HIERARCHICAL_DOUBLING,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,12 @@ class Setting:
                 return self.weighted.stages
             case Family.HIERARCHICAL_THREE_LEVEL:
                 return three_level(p.levels, p)
+            case Family.HIERARCHICAL_RING:
+                return cost_rounds.ring(p)
+            case Family.HIERARCHICAL_HALVING:
+                return cost_rounds.halving(p)
+            case Family.HIERARCHICAL_DOUBLING:
+                return cost_rounds.doubling(p)
         return rails(p)
 
     @property
@@ -153,6 +164,8 @@ def families_on(parameters: CostParameters) -> list[Family]:
         if p.num_nodes > 1:
             found += [Family.HIERARCHICAL_SEQUENTIAL, Family.HIERARCHICAL_LEADER]
         found.append(Family.HIERARCHICAL_PIPELINED)
+        if p.rail_rounds == 2:  # two nodes exchange, and who runs rings runs nothing else
+            found += [*_BY_ROUNDS]
     if p.num_nodes > 1:
         found.append(Family.HIERARCHICAL_WEIGHTED)
     if has_third_level(p.levels, p):
@@ -166,6 +179,10 @@ def candidate(setting: Setting, family: Family, nbytes: int) -> Candidate:
     measured = setting.calibration.predict(family, nbytes) if setting.calibration else None
     if not excluded and setting.families is not None and family not in setting.families:
         excluded = _NOT_HERE
+    most = setting.runtime.most_direct_nodes
+    between = family.startswith("hierarchical") and family not in _BY_ROUNDS
+    if not excluded and between and setting.parameters.num_nodes > most:
+        excluded = f"nodes send to each other directly up to {most} of them"
     seconds = _seconds(setting, family, chunks) if measured is None else measured
     return Candidate(family, chunks, seconds, measured is not None, excluded)
 
@@ -204,15 +221,23 @@ def _seconds(setting: Setting, family: Family, chunks: tuple[int, ...]) -> float
 def choose(found: list[Candidate]) -> Candidate:
     """Return the fastest candidate that is not excluded; the simplest of equals.
 
-    One chunk in place of a taper must promise as much as equal chunks in place of it.
+    One chunk in place of a taper must promise as much as equal chunks in place of it, and so must
+    a ring in place of direct exchange.
     """
     allowed = [each for each in found if not each.excluded]
     limit = min(each.seconds for each in allowed) * (1 + 1e-9)
     best = next(each for each in allowed if each.seconds <= limit)
-    tapered = next((c for c in allowed if c.family == Family.HIERARCHICAL_PIPELINED), best)
-    if best.family != Family.HIERARCHICAL_SEQUENTIAL or best.measured or tapered.measured:
+    direct = [Family.HIERARCHICAL_PIPELINED]
+    if best.family == Family.HIERARCHICAL_RING:
+        direct.append(Family.HIERARCHICAL_SEQUENTIAL)
+    elif best.family != Family.HIERARCHICAL_SEQUENTIAL:
         return best
-    return tapered if best.seconds > _TAPER_MARGIN * tapered.seconds else best
+    usual = min(
+        (c for c in allowed if c.family in direct), key=lambda each: each.seconds, default=best
+    )
+    if best.measured or usual.measured:
+        return best
+    return usual if best.seconds > _TAPER_MARGIN * usual.seconds else best
 
 
 def pick(setting: Setting, found: list[Candidate], family: Family) -> Candidate:
@@ -243,6 +268,8 @@ def pick(setting: Setting, found: list[Candidate], family: Family) -> Candidate:
             f"{family} needs nodes with equal numbers of ranks; use "
             f"{Family.HIERARCHICAL_WEIGHTED} or flat_ring"
         )
+    if family in _BY_ROUNDS:
+        raise PlanError(f"{family} needs more than two nodes, which exchange; use another")
     raise PlanError(f"{family} needs more than one node; use flat_ring or hierarchical_pipelined")
 
 
@@ -254,9 +281,10 @@ def _chunks(setting: Setting, family: Family, nbytes: int) -> tuple[tuple[int, .
         case Family.HIERARCHICAL_SEQUENTIAL:
             held = f"it needs the whole buffer in one chunk, and a chunk holds at most {shown}"
             return (nbytes,), held if nbytes > most else ""
+        case Family.HIERARCHICAL_DOUBLING:
+            return _whole(setting, nbytes), ""
         case Family.HIERARCHICAL_LEADER:
-            whole = nbytes <= most
-            chunks = (nbytes,) if whole else tapered_chunks(nbytes, setting.align_nbytes, most)
+            chunks = _whole(setting, nbytes)
             limit = format_size(setting.leader_limit, like=nbytes)
             return chunks, (
                 f"the leader path ends at {limit}" if nbytes > setting.leader_limit else ""
@@ -276,9 +304,15 @@ def _chunks(setting: Setting, family: Family, nbytes: int) -> tuple[tuple[int, .
                 if alike
                 else ""
             )
-        case Family.DOUBLE_BINARY_TREE:
+        case Family.DOUBLE_BINARY_TREE | Family.HIERARCHICAL_RING | Family.HIERARCHICAL_HALVING:
             return _cut(setting, family, nbytes), ""
     return (nbytes,), ""
+
+
+def _whole(setting: Setting, nbytes: int) -> tuple[int, ...]:
+    """Return one chunk, or as few as hold the buffer."""
+    most = setting.runtime.max_chunk_nbytes
+    return (nbytes,) if nbytes <= most else tapered_chunks(nbytes, setting.align_nbytes, most)
 
 
 def _cut(setting: Setting, family: Family, nbytes: int) -> tuple[int, ...]:

@@ -29,12 +29,17 @@ class CostParameters:
         Hops of a ring in rank order that lead to another node; n when the ranks are in good order.
     intra_alpha, inter_alpha : float
         Seconds of latency inside a node and between nodes.
+    flow_alpha : float
+        Seconds that the runtime's own messages between nodes are waited for.
     intra_beta : float
         Seconds per byte through one rank's port inside its node.
     nic_beta : float
         Seconds per byte through the fastest NIC of a node.
     rail_rounds : int
-        Messages that a rail between nodes waits for: 2 (n-1), or 1 where two ranks exchange.
+        Messages that a rail between nodes waits for, one after the other: 2 where each rank sends
+        to all others at once, 1 where two ranks exchange, 2 (n-1) round a ring.
+    message_seconds : float
+        What a message between nodes costs a rank that does not wait for it.
     inter_slope : float
         ``k2 = 2 (n-1) / n * beta``: seconds per byte of equal rails between nodes, each rank using
         the NICs near it; longer where rails share the uplink of a rack.
@@ -57,9 +62,11 @@ class CostParameters:
     crossings: int
     intra_alpha: float
     inter_alpha: float
+    flow_alpha: float
     intra_beta: float
     nic_beta: float
     rail_rounds: int
+    message_seconds: float
     inter_slope: float
     leader_slope: float
     ring_alpha: float
@@ -98,16 +105,21 @@ class CostParameters:
         equal = [share_bandwidth(node, (1,) * len(node.ranks), rate) for node in nodes]
         rails = SharedPorts(levels, rate, equal)
         ring = [(i, (i + 1) % n, 2 * (n - 1)) for i in range(n)]
+        inter_alpha = max(nic.latency for node in nodes for nic in node.nics) if n > 1 else 0
         return CostParameters(
             world_size=world,
             num_nodes=n,
             ranks_per_node=sizes.pop() if len(sizes) == 1 else 0,
             crossings=len(crossing),
             intra_alpha=max((node.intra.latency for node in shared), default=0),
-            inter_alpha=max(nic.latency for node in nodes for nic in node.nics) if n > 1 else 0,
+            inter_alpha=inter_alpha,
+            flow_alpha=runtime.latency_share * inter_alpha,
             intra_beta=intra_beta,
             nic_beta=max(1 / bandwidth for bandwidth in fastest) if n > 1 else 0,
-            rail_rounds=1 if n == 2 and not runtime.ring_rails else 2 * (n - 1),
+            rail_rounds=2 * (n - 1) if runtime.ring_rails else min(n - 1, 2),
+            message_seconds=(
+                0 if runtime.ring_rails else runtime.further_message_seconds(inter_alpha)
+            ),
             inter_slope=(
                 rails.seconds(ring)
                 if runtime.ring_rails
@@ -132,6 +144,30 @@ class CostParameters:
         g = self.ranks_per_node
         return 2 * (g - 1) * self.intra_beta / g
 
+    @property
+    def rail_alpha(self) -> float:
+        """What a rail waits for: the latency of its rounds, and messages that are sent at once."""
+        at_once = self.rail_rounds * (self.num_nodes - 1) if self.rail_rounds <= 2 else 0
+        further = max(0, at_once - self.rail_rounds) * self.message_seconds
+        return self.rail_rounds * self.flow_alpha + further
+
+    @property
+    def in_node(self) -> Stage:
+        """Reduce-scatter inside the nodes, and all-gather: ``(g-1) a1 + S k1 / 2`` each."""
+        g = self.ranks_per_node
+        adding = Fraction(g - 1, g) * self.gamma
+        return Stage((g - 1) * self.intra_alpha, self.intra_slope / 2, adding)
+
+    @property
+    def to_leader(self) -> Stage:
+        """Reduction to a leader inside the nodes, and broadcast: ``S beta1`` each."""
+        adding = (self.ranks_per_node - 1) * self.gamma
+        return Stage(self.intra_alpha, self.intra_beta, adding)
+
+    def messages(self, count: int) -> float:
+        """Return what `count` messages of one chunk cost a rank beyond the first."""
+        return max(0, count - 1) * self.message_seconds
+
 
 def flat_ring(parameters: CostParameters, nbytes: float) -> float:
     """Return seconds of a flat ring in rank order.
@@ -152,18 +188,19 @@ def flat_ring(parameters: CostParameters, nbytes: float) -> float:
 def rails(parameters: CostParameters) -> Pipeline:
     """Return reduce-scatter, all-reduce of each rank's equal shard between nodes, all-gather.
 
-    With one chunk the stages follow each other: ``2 (g-1) a1 + 2 (n-1) a2 + S (k1 + k2)``; with
-    more they overlap; two nodes may exchange, which waits once. Valid for nodes with equal
-    numbers of ranks.
+    With one chunk the stages follow each other: ``2 (g-1) a1 + r a2 + S (k1 + k2)`` with r rounds
+    between nodes; with more they overlap. Two nodes exchange and wait once; more send directly and
+    wait twice, or wait 2 (n-1) times round a ring. Valid for nodes with equal numbers of ranks.
     """
     p = parameters
     g, n = p.ranks_per_node, p.num_nodes
     return Pipeline(
-        outer=(Stage((g - 1) * p.intra_alpha, p.intra_slope / 2, Fraction(g - 1, g) * p.gamma),),
-        alpha=p.rail_rounds * p.inter_alpha,
+        outer=(p.in_node,),
+        alpha=p.rail_alpha,
         slope=p.inter_slope + Fraction(n - 1, n * g) * p.gamma,
         chunk_seconds=p.chunk_seconds,
         network=p.inter_slope,
+        message_seconds=p.messages(min(n - 1, 2) * (n - 1)),
     )
 
 
@@ -177,9 +214,10 @@ def leaders(parameters: CostParameters, *, direct: bool = True) -> Pipeline:
     p = parameters
     n = p.num_nodes
     slope = p.leader_slope if direct else 2 * (n - 1) * p.nic_beta / n
+    at_once = p.messages(n - 1) if direct else 0
     return Pipeline(
-        outer=(Stage(p.intra_alpha, p.intra_beta, (p.ranks_per_node - 1) * p.gamma),),
-        alpha=p.inter_alpha * (min(n - 1, 1) if direct else 2 * (n - 1)),
+        outer=(p.to_leader,),
+        alpha=p.flow_alpha * (min(n - 1, 1) if direct else 2 * (n - 1)) + at_once,
         slope=slope + (n - 1) * p.gamma,
         network=slope,
     )

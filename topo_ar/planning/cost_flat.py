@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from topo_ar.planning import recursion
 from topo_ar.planning.contention import Flow, SharedPorts
 from topo_ar.planning.level_bounds import RateKind, port_bandwidth
 from topo_ar.planning.runtime import Runtime
@@ -61,6 +62,7 @@ class FlatRounds:
         self._network = SharedPorts(levels, rate)
         self._sizes = [len(node.ranks) for node in levels.nodes]
         self._node_of = [i for i, size in enumerate(self._sizes) for _ in range(size)]
+        self._world = levels.world_size
         shared = [node for node in levels.nodes if len(node.ranks) > 1]
         several = len(levels.nodes) > 1
         self._port = max((1 / port_bandwidth(node.intra, rate) for node in shared), default=0)
@@ -76,10 +78,11 @@ class FlatRounds:
         Each waits for one message and sends N-1 of ``S / N`` bytes; all ranks of a node share its
         NICs.
         """
-        world, sizes = len(self._node_of), self._sizes
+        world, sizes = self._world, self._sizes
         runtime = self._runtime
         latency = self._inter_alpha or self._intra_alpha
-        latency += runtime.flat_hop_seconds + (world - 2) * runtime.message_seconds
+        message = runtime.further_message_seconds(latency)
+        latency += runtime.flat_hop_seconds + (world - 2) * message
         local = max((max(sizes) - 1) * self._port, (world - 1) * self._hop) / world
         network = self._network.all_to_all(sizes, sizes) / world if len(sizes) > 1 else 0
         gamma = (runtime.reduce_seconds_per_byte or 0) * (world - 1) / world
@@ -91,19 +94,9 @@ class FlatRounds:
         With N no power of two the ranks beyond the next lower one first give their buffer to a
         partner and get the result at the end.
         """
-        world = len(self._node_of)
-        power = 1 << (world.bit_length() - 1)
-        extra = world - power
-        # Of each of the first pairs one stays; after them everybody does.
-        staying = [*range(0, 2 * extra, 2), *range(2 * extra, world)]
-        rounds = []
-        if extra:
-            rounds.append(self._round([(2 * k + 1, 2 * k) for k in range(extra)], Fraction(1)))
-        distance = 1
-        while distance < power:
-            pairs = [(staying[k], staying[k ^ distance]) for k in range(power)]
-            rounds.append(self._round(pairs, Fraction(1, 2 * distance)))
-            distance *= 2
+        rounds = [
+            self._round(pairs, part) for pairs, part in recursion.rounds(self._world, halving=True)
+        ]
         back = [Round(r.latency, r.local, r.network) for r in reversed(rounds)]
         return (*rounds, *back)
 

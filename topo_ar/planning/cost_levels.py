@@ -87,16 +87,18 @@ def weighted_stages(levels: Levels, parameters: CostParameters, shards: Shards) 
     roots = shards.nodes if n > 2 else (1, 1)
     total = sum(roots)
     # To and from a single root every message is sent at once.
-    rounds = 2 if sum(root > 0 for root in roots) == 1 else p.rail_rounds
+    single = sum(root > 0 for root in roots) == 1
+    alpha = 2 * p.flow_alpha if single else p.rail_alpha
     busy = ports.reduce_and_share(roots) / total
     through = 2 * ports.all_to_all([1] * n, roots) / total
     return Pipeline(
         outer=(inside,),
-        alpha=rounds * most_rails(shards.ranks) * p.inter_alpha,
+        alpha=alpha * most_rails(shards.ranks),
         slope=busy + p.gamma * Fraction((n - 1) * max(roots), total),
         trailing=through - busy,
         chunk_seconds=p.chunk_seconds,
         network=busy,
+        message_seconds=p.messages(min(n - 1, 2) * (n - 1) * most_rails(shards.ranks)),
     )
 
 
@@ -155,10 +157,11 @@ def _over_islands(levels: Levels, p: CostParameters) -> Pipeline:
         return Pipeline((inner,), 2 * across.alpha, slope, chunk_seconds=p.chunk_seconds)
     return Pipeline(
         outer=(inner, across),
-        alpha=p.rail_rounds * p.inter_alpha,
+        alpha=p.rail_alpha,
         slope=p.inter_slope + Fraction(n - 1, n * g) * p.gamma,
         chunk_seconds=p.chunk_seconds,
         network=p.inter_slope,
+        message_seconds=p.messages(min(n - 1, 2) * (n - 1)),
     )
 
 
@@ -176,12 +179,14 @@ def _over_racks(levels: Levels, p: CostParameters) -> Pipeline:
     in_rack = 2 * Fraction(r - 1, r) * nic
     across = 2 * Fraction(q - 1, q) * max(nic / r, uplink)
     busy = max(2 * Fraction(n - 1, n) * nic, 2 * Fraction(q - 1, q) * uplink)
+    phases = min(q - 1, 2)
     far = max(p.inter_alpha, *(rack.uplink.latency for rack in levels.racks))
     return Pipeline(
-        outer=(Stage((g - 1) * p.intra_alpha, p.intra_slope / 2, Fraction(g - 1, g) * p.gamma),),
-        alpha=2 * (r - 1) * p.inter_alpha + 2 * (q - 1) * far,
+        outer=(p.in_node,),
+        alpha=2 * (p.flow_alpha + p.messages(r - 1)) + phases * (far + p.messages(q - 1)),
         slope=busy + Fraction(n - 1, n * g) * p.gamma,
         trailing=in_rack + across - busy,
         chunk_seconds=p.chunk_seconds,
         network=busy,
+        message_seconds=p.messages(2 * (r - 1) + phases * (q - 1)),
     )

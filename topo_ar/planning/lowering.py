@@ -17,6 +17,9 @@ _LOWER_CHUNK = {
     Family.HIERARCHICAL_LEADER: lowering_nodes.two_level,
     Family.HIERARCHICAL_WEIGHTED: lowering_nodes.weighted,
     Family.HIERARCHICAL_THREE_LEVEL: lowering_nodes.three_level,
+    Family.HIERARCHICAL_RING: lowering_nodes.two_level,
+    Family.HIERARCHICAL_HALVING: lowering_nodes.two_level,
+    Family.HIERARCHICAL_DOUBLING: lowering_nodes.two_level,
 }
 
 

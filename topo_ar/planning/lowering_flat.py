@@ -4,6 +4,7 @@ They go through the ranks node by node in the plan's order, so that neighbours s
 """
 
 from topo_ar.planning.plan import Plan
+from topo_ar.planning.recursion import Recursion, Stages
 from topo_ar.planning.schedule import Op, Stage
 from topo_ar.planning.step_list import Interval, StepList, cut
 
@@ -51,50 +52,9 @@ def _ring(steps: StepList, ring: tuple[int, ...], channel: int, interval: Interv
 
 
 def halving_doubling(steps: StepList, plan: Plan, chunk: int, interval: Interval) -> None:
-    """Add Rabenseifner's all-reduce for any number of ranks.
-
-    Beyond the largest power of two, ranks first fold their data into their neighbours. Neighbours
-    then exchange halves, ranks two apart quarters, and so on: the large parts stay inside the
-    nodes. The way back doubles the parts in the opposite order.
-
-    References
-    ----------
-    Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH",
-    2005.
-    """
-    ranks = _in_order(plan)
-    size = 1 << (len(ranks).bit_length() - 1)
-    folded = [(ranks[2 * i + 1], ranks[2 * i]) for i in range(len(ranks) - size)]
-    active = [keeper for _, keeper in folded] + list(ranks[2 * len(folded) :])
-    last: dict[int, int] = {}
-
-    def waits(*group: int) -> set[int]:
-        return {last[rank] for rank in group if rank in last}
-
-    for surplus, keeper in folded:
-        last[keeper] = last[surplus] = steps.send(
-            Stage.FOLD, Op.REDUCE_SCATTER, surplus, keeper, interval, chunk, ()
-        )
-    held = [interval] * size
-    exchanged: list[tuple[int, int, tuple[Interval, ...]]] = []
-    for bit in range(size.bit_length() - 1):
-        for low in range(size):
-            high = low | 1 << bit
-            begin, end = held[low]
-            if low == high or begin == end:
-                continue
-            halves = cut(begin, end, (1, 1))
-            held[low], held[high] = halves
-            exchanged.append((active[low], active[high], halves))
-    for stage, op, order in (
-        (Stage.HALVING, Op.REDUCE_SCATTER, exchanged),
-        (Stage.DOUBLING, Op.ALL_GATHER, exchanged[::-1]),
-    ):
-        for first, second, halves in order:
-            index = steps.add(stage, op, (first, second), halves, chunk, waits(first, second))
-            last[first] = last[second] = index
-    for surplus, keeper in folded:
-        steps.send(Stage.UNFOLD, Op.ALL_GATHER, keeper, surplus, interval, chunk, waits(keeper))
+    """Add Rabenseifner's all-reduce for any number of ranks: large parts stay inside the nodes."""
+    stages = Stages(Stage.FOLD, Stage.HALVING, Stage.DOUBLING, Stage.UNFOLD)
+    Recursion(steps, _in_order(plan), chunk, stages, {}).halve_and_double(interval)
 
 
 def _in_order(plan: Plan, turned: int = 0) -> tuple[int, ...]:

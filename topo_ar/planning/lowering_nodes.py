@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 
 from topo_ar.errors import PlanError
 from topo_ar.planning.plan import Family, Plan
+from topo_ar.planning.recursion import Recursion, Stages
 from topo_ar.planning.schedule import Op, Stage
 from topo_ar.planning.step_list import Interval, StepList, cut
 
@@ -17,9 +18,13 @@ Units = Sequence[tuple[int, ...]]
 # The stages of a level and the weight of each member's shard in its groups.
 Level = tuple[Stage, Stage, tuple[int, ...]]
 
+LEADERS = (Family.HIERARCHICAL_LEADER, Family.HIERARCHICAL_DOUBLING)
+_HALVING = Stages(Stage.INTER_FOLD, Stage.INTER_HALVING, Stage.INTER_DOUBLING, Stage.INTER_UNFOLD)
+_DOUBLING = Stages(Stage.INTER_FOLD, Stage.INTER_EXCHANGE, Stage.INTER_EXCHANGE, Stage.INTER_UNFOLD)
+
 
 def two_level(steps: StepList, plan: Plan, chunk: int, interval: Interval) -> None:
-    """Add one chunk of the sequential, pipelined or leader family: nodes of equal shares."""
+    """Add one chunk of a family of two levels: nodes of equal shares."""
     weights = plan.shards.ranks
     _check_shares(plan)
     if len(set(weights)) > 1:
@@ -114,8 +119,11 @@ def _rail(
         return steps.add(Stage.INTER_EXCHANGE, Op.EXCHANGE, group, shards, chunk, after)
     roots = plan.shards.nodes if plan.family is Family.HIERARCHICAL_WEIGHTED else (1,) * len(group)
     shards = cut(*interval, roots)
-    reduced = steps.add(Stage.INTER_REDUCE_SCATTER, Op.REDUCE_SCATTER, group, shards, chunk, after)
-    return steps.add(Stage.INTER_ALL_GATHER, Op.ALL_GATHER, group, shards, chunk, (reduced,))
+    scatter, gather = Stage.INTER_REDUCE_SCATTER, Stage.INTER_ALL_GATHER
+    if plan.family is Family.HIERARCHICAL_RING:
+        scatter, gather = Stage.INTER_RING_REDUCE_SCATTER, Stage.INTER_RING_ALL_GATHER
+    reduced = steps.add(scatter, Op.REDUCE_SCATTER, group, shards, chunk, after)
+    return steps.add(gather, Op.ALL_GATHER, group, shards, chunk, (reduced,))
 
 
 class _Grid:
@@ -131,11 +139,7 @@ class _Grid:
         """Add the all-reduce of `interval` over all ranks of `units`, innermost level first."""
         if not levels:
             if len(units) > 1:
-                group = tuple(unit[0] for unit in units)
-                index = _rail(
-                    self.steps, self.plan, group, interval, self.chunk, self._waits(group)
-                )
-                self.last.update(dict.fromkeys(group, index))
+                self._rail(tuple(unit[0] for unit in units), interval)
             return
         (scatter, gather, weights), *outer = levels
         width = len(weights)
@@ -150,6 +154,17 @@ class _Grid:
                 self.reduce([unit[local::width] for unit in units], outer, shard)
         if width > 1:
             self._all(gather, Op.ALL_GATHER, groups, shards)
+
+    def _rail(self, group: tuple[int, ...], interval: Interval) -> None:
+        steps, chunk = self.steps, self.chunk
+        match self.plan.family:
+            case Family.HIERARCHICAL_HALVING:
+                Recursion(steps, group, chunk, _HALVING, self.last).halve_and_double(interval)
+            case Family.HIERARCHICAL_DOUBLING:
+                Recursion(steps, group, chunk, _DOUBLING, self.last).double(interval)
+            case _:
+                index = _rail(steps, self.plan, group, interval, chunk, self._waits(group))
+                self.last.update(dict.fromkeys(group, index))
 
     def _all(self, stage: Stage, op: Op, groups: Units, shards: tuple[Interval, ...]) -> None:
         for group in groups:

@@ -20,6 +20,9 @@ STAGED = frozenset(
         Family.HIERARCHICAL_LEADER,
         Family.HIERARCHICAL_WEIGHTED,
         Family.HIERARCHICAL_THREE_LEVEL,
+        Family.HIERARCHICAL_RING,
+        Family.HIERARCHICAL_HALVING,
+        Family.HIERARCHICAL_DOUBLING,
     }
 )
 # What `plan=` of a communicator may say: the planner's choice for each size, or insist.

@@ -43,6 +43,8 @@ class Pipeline:
         Seconds of latency that chunks pass without occupying anything.
     network : float
         Seconds per byte for which the busiest NICs or uplink are at work.
+    message_seconds : float
+        What the further messages of a chunk cost the middle stage beside `chunk_seconds`.
     """
 
     outer: tuple[Stage, ...]
@@ -52,6 +54,7 @@ class Pipeline:
     chunk_seconds: float | None = None
     once: float = 0
     network: float = 0
+    message_seconds: float = 0
 
     def with_calls(self, call_seconds: float) -> "Pipeline":
         """Return the pipeline with `call_seconds` more for each stage, each way."""
@@ -67,7 +70,8 @@ class Pipeline:
         once = self.once
         if self.chunk_seconds is not None:
             once += 2 * sum(alphas) + alpha
-            alphas, alpha = [self.chunk_seconds] * len(alphas), self.chunk_seconds
+            alphas = [self.chunk_seconds] * len(alphas)
+            alpha = self.chunk_seconds + self.message_seconds
         pairs = list(zip(self.outer, alphas, strict=True))
         return once + end_of_chunks(
             [[a + size * (s.slope + s.adding) for size in chunk_nbytes] for s, a in pairs],
@@ -87,7 +91,7 @@ class Pipeline:
         stages.append((self.slope, self.alpha))
         if self.chunk_seconds is not None:
             stages = [(slope, 2 * self.chunk_seconds) for slope, _ in stages[:-1]]
-            stages.append((self.slope, self.chunk_seconds))
+            stages.append((self.slope, self.chunk_seconds + self.message_seconds))
         slope, alpha = max(stages)
         other = sum(each for each, _ in stages) + self.trailing - slope
         if other == 0 or nbytes == 0:

@@ -17,6 +17,11 @@ class Family(StrEnum):
     ``hierarchical_weighted`` is the pipelined one with shards in proportion to what each node and
     NIC can carry; it alone suits nodes of unequal numbers of ranks. ``hierarchical_three_level``
     has islands of ranks inside the nodes, or racks of nodes around them.
+
+    These exchange directly between nodes: each rank sends to all others of its rail at once. Three
+    others send to few: ``hierarchical_ring`` passes the parts of a shard round a ring of the nodes,
+    ``hierarchical_halving`` halves and doubles them recursively, and in ``hierarchical_doubling``
+    one leader of each node doubles whole buffers.
     """
 
     FLAT_RING = "flat_ring"
@@ -28,6 +33,9 @@ class Family(StrEnum):
     HIERARCHICAL_LEADER = "hierarchical_leader"
     HIERARCHICAL_WEIGHTED = "hierarchical_weighted"
     HIERARCHICAL_THREE_LEVEL = "hierarchical_three_level"
+    HIERARCHICAL_RING = "hierarchical_ring"
+    HIERARCHICAL_HALVING = "hierarchical_halving"
+    HIERARCHICAL_DOUBLING = "hierarchical_doubling"
 
 
 class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, 
 from topo_ar.planning.cost import CostParameters
 from topo_ar.planning.cost_levels import islands_of, racks_of
 from topo_ar.planning.level_bounds import Bound, all_reduce_lower_bound, check_levels
+from topo_ar.planning.lowering_nodes import LEADERS
 from topo_ar.planning.nccl_search import NcclMachine
 from topo_ar.planning.placement import Distances, place
 from topo_ar.planning.plan import Alternative, Family, Plan, Shards
@@ -160,7 +161,7 @@ def _shards(setting: Setting, family: Family) -> Shards:
     if family == Family.HIERARCHICAL_WEIGHTED:
         return setting.weighted.shards
     widths = [len(node.ranks) for node in setting.parameters.levels.nodes]
-    if family == Family.HIERARCHICAL_LEADER:
+    if family in LEADERS:
         ranks = tuple((1,) + (0,) * (width - 1) for width in widths)
     else:
         ranks = tuple((1,) * width for width in widths)

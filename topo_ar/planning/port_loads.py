@@ -17,10 +17,20 @@ from typing import Literal, NamedTuple
 from topo_ar.errors import PlanError
 from topo_ar.planning.level_bounds import RateKind, check_levels, port_bandwidth
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
+from topo_ar.planning.step_list import RINGS
 from topo_ar.planning.traffic import Flow, crossing, places, within
 from topo_ar.topology.levels import Levels, NodeLevel, Rate
 
 Kind = Literal["island", "node", "nic", "uplink"]
+
+_RAILS = (Stage.INTER_REDUCE_SCATTER, Stage.INTER_ALL_GATHER)
+_RINGS = (
+    *RINGS,
+    Stage.ISLAND_REDUCE_SCATTER,
+    Stage.ISLAND_ALL_GATHER,
+    Stage.INTRA_REDUCE_SCATTER,
+    Stage.INTRA_ALL_GATHER,
+)
 
 
 class Port(NamedTuple):
@@ -50,6 +60,8 @@ class PortLoads:
         Nodes, islands, racks and their rates; arithmetic is generic.
     rate : {"nominal", "payload"}
         Which rates count.
+    ring_rails : bool
+        Ranks of different nodes go round rings, whatever the stage says: NCCL's do.
 
     Raises
     ------
@@ -58,7 +70,9 @@ class PortLoads:
         nothing.
     """
 
-    def __init__(self, schedule: Schedule, levels: Levels, rate: RateKind) -> None:
+    def __init__(
+        self, schedule: Schedule, levels: Levels, rate: RateKind, *, ring_rails: bool = False
+    ) -> None:
         check_levels(levels)
         world = schedule.world_size
         if world != levels.world_size:
@@ -68,6 +82,7 @@ class PortLoads:
             )
         self._levels = levels
         self._rate = rate
+        self._rings = (*_RINGS, *_RAILS) if ring_rails else _RINGS
         self._node_of = places([node.ranks for node in levels.nodes], world)
         islands = [island for node in levels.nodes for island in node.islands]
         self._island_of = places(islands, world)
@@ -123,7 +138,18 @@ class PortLoads:
         if step.op is Op.ALL_REDUCE:
             return Load(self._ring_latency(step, nbytes), seconds)
         latency = max((self._latency(port) for port in nbytes), default=0)
-        return Load(rounds(step) * latency, seconds)
+        return Load(self.rounds(step) * latency, seconds)
+
+    def rounds(self, step: Step) -> int:
+        """Return for how many messages, one after the other, a step waits.
+
+        Around a ring one less than there are members: inside a node, and between nodes where the
+        stage says so. One where all send at once: to or from a single owner, in an exchange, or
+        where every rank sends to every other.
+        """
+        owners = sum(begin < end for begin, end in step.shards)
+        around = step.stage in self._rings and step.op is not Op.EXCHANGE and owners > 1
+        return len(step.group) - 1 if around else 1
 
     def _ring_latency(self, step: Step, nbytes: dict[Port, int]) -> float:
         """Of 2 (k-1) hops those over the network count that a block meets on its way."""
@@ -188,14 +214,3 @@ class PortLoads:
 def _near(node: NodeLevel, rank: int) -> Sequence[int]:
     """Return the positions of the NICs that a rank uses."""
     return node.rank_nics[node.ranks.index(rank)] if node.rank_nics else range(len(node.nics))
-
-
-def rounds(step: Step) -> int:
-    """Return for how many messages, one after the other, a step waits.
-
-    Around a ring one less than there are members. One where all send at once: to or from a single
-    owner, in an exchange, or where every rank sends to every other.
-    """
-    direct = step.stage in (Stage.DIRECT_REDUCE_SCATTER, Stage.DIRECT_ALL_GATHER)
-    owners = sum(begin < end for begin, end in step.shards)
-    return 1 if direct or step.op is Op.EXCHANGE or owners == 1 else len(step.group) - 1

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose, network_share
 from topo_ar.planning.level_bounds import Bound, node_bandwidth
+from topo_ar.planning.lowering_nodes import LEADERS
 from topo_ar.planning.nccl_tuning import choice
 from topo_ar.planning.placement import Placement
 from topo_ar.planning.plan import Family
@@ -130,7 +131,7 @@ def _busy(verdict: Verdict) -> str:
     text = f"The busiest link between nodes is at work for {busy:.0%} of the time"
     descriptions = {_nics(node) for node in verdict.levels.nodes}
     if len(descriptions) == 1 and not verdict.levels.racks:
-        if verdict.chosen.family == Family.HIERARCHICAL_LEADER:
+        if verdict.chosen.family in LEADERS:
             rate = busy / verdict.setting.parameters.nic_beta
             return f"{text}: {format_rate(rate)} each way through one NIC of each node."
         rate = busy * min(node_bandwidth(node, "payload") for node in verdict.levels.nodes)

@@ -38,7 +38,9 @@ class Stage(StrEnum):
 
     ``island`` steps stay in a part of a node, ``intra`` steps in a node (across its islands, where
     it has any), ``rack`` steps in a rack, ``inter`` steps lead between nodes, or between racks
-    where there are any. The other stages have no place in a hierarchy.
+    where there are any. There each member sends to all others at once, except round an
+    ``inter_ring``, where it sends to the next one only, as often as there are others. The other
+    stages have no place in a hierarchy.
     """
 
     FLAT = "flat_all_reduce"
@@ -60,6 +62,12 @@ class Stage(StrEnum):
     INTER_EXCHANGE = "inter_exchange"
     INTER_REDUCE_SCATTER = "inter_reduce_scatter"
     INTER_ALL_GATHER = "inter_all_gather"
+    INTER_RING_REDUCE_SCATTER = "inter_ring_reduce_scatter"
+    INTER_RING_ALL_GATHER = "inter_ring_all_gather"
+    INTER_FOLD = "inter_fold_surplus_nodes"
+    INTER_HALVING = "inter_recursive_halving"
+    INTER_DOUBLING = "inter_recursive_doubling"
+    INTER_UNFOLD = "inter_unfold_surplus_nodes"
     INTRA_ALL_GATHER = "intra_all_gather"
 
 

@@ -1,10 +1,12 @@
 """The list of steps while a plan is lowered, and how an interval is cut."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from topo_ar.planning.schedule import Op, Stage, Step
 
 Interval = tuple[int, int]
+
+RINGS = (Stage.INTER_RING_REDUCE_SCATTER, Stage.INTER_RING_ALL_GATHER)
 
 
 def cut(begin: int, end: int, weights: Sequence[int]) -> tuple[Interval, ...]:
@@ -16,6 +18,22 @@ def cut(begin: int, end: int, weights: Sequence[int]) -> tuple[Interval, ...]:
         seen += weight
         parts.append((first, begin + length * seen // total))
     return tuple(parts)
+
+
+def ring_messages(step: Step, place: int) -> Iterator[tuple[int, Step]]:
+    """Yield what comes round a ring to the member at `place` of a step, each with its hop.
+
+    A block is added to from its owner's successor on, all the way round to the owner; the sum goes
+    on from there. Messages are steps of the sender and the receiver; empty blocks are not sent.
+    """
+    size, gathers = len(step.group), step.op is Op.ALL_GATHER
+    pair = step.group[place - 1], step.group[place]
+    for hop in range(size - 1):
+        block = step.shards[(place - (1 if gathers else 2) - hop) % size]
+        if block[0] < block[1]:
+            nothing = (block[0], block[0])
+            shards = (block, nothing) if gathers else (nothing, block)
+            yield hop, Step(step.index, step.stage, step.op, pair, shards, step.chunk)
 
 
 class StepList:

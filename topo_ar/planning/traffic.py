@@ -4,7 +4,7 @@ Between nodes a member of a reduce-scatter sends to each owner what that one own
 sends its sum to each member of an all-gather: with n members and the share w of owner i, i sends
 and receives ``S [1 + w (n - 2)]`` in both together. Inside a node both go round a ring, so that no
 port moves more than the whole interval once; all of torch's all-reduce does, in the order of its
-group.
+group, and so do the steps between nodes that say so.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topo_ar.planning.schedule import Op, Schedule, Step
-from topo_ar.planning.step_list import cut
+from topo_ar.planning.step_list import RINGS, cut
 
 # Elements that a member sends and receives.
 Flow = tuple[int, int]
@@ -68,7 +68,7 @@ def crossing(step: Step, place: Sequence[int]) -> list[Flow]:
     homes = [place[rank] for rank in step.group]
     if len(set(homes)) == 1:
         return [(0, 0)] * len(homes)
-    if step.op is Op.ALL_REDUCE:
+    if step.op is Op.ALL_REDUCE or step.stage in RINGS:
         return _ring(step, [a != b for a, b in zip(homes, homes[1:] + homes[:1], strict=True)])
     members, held = Counter(homes), _held(step, homes)
     whole, count = sum(held.values()), len(homes)
@@ -86,19 +86,11 @@ def within(step: Step, place: Sequence[int]) -> list[Flow]:
     """Return what each member sends to and receives from members at its own place."""
     homes = [place[rank] for rank in step.group]
     sizes = [end - begin for begin, end in step.shards]
-    if step.op is Op.ALL_REDUCE:
-        return _ring(step, [a == b for a, b in zip(homes, homes[1:] + homes[:1], strict=True)])
     members = Counter(homes)
     if step.op is Op.EXCHANGE:
         return [(size * (members[home] - 1),) * 2 for home, size in zip(homes, sizes, strict=True)]
-    if len(members) == 1:
-        # Round the ring a block ends at its owner, or begins there: it passes every other hop.
-        whole = sum(sizes)
-        before = sizes[-1:] + sizes[:-1]
-        if step.op is Op.REDUCE_SCATTER:
-            return [(whole - a, whole - b) for a, b in zip(sizes, before, strict=True)]
-        after = sizes[1:] + sizes[:1]
-        return [(whole - a, whole - b) for a, b in zip(after, sizes, strict=True)]
+    if len(members) == 1 or step.op is Op.ALL_REDUCE or step.stage in RINGS:
+        return _ring(step, [a == b for a, b in zip(homes, homes[1:] + homes[:1], strict=True)])
     held = _held(step, homes)
     return [
         _turned(step, held[home] - size, size * (members[home] - 1))
@@ -120,15 +112,19 @@ def _turned(step: Step, sent: int, received: int) -> Flow:
 
 
 def _ring(step: Step, counted: Sequence[bool]) -> list[Flow]:
-    """Return the bytes of a ring all-reduce over those hops that count.
+    """Return what goes over those hops of a ring that count.
 
-    Hop i leads from member i to the next; block i is summed up at member i.
+    Hop i leads from member i to the next. A block ends at its owner, or begins there: it passes
+    every other hop, in an all-reduce twice.
     """
-    begin, end = step.shards[0]
-    count = len(step.group)
-    blocks = [last - first for first, last in cut(begin, end, (1,) * count)]
-    hops = [
-        counts * (2 * (end - begin) - blocks[i] - blocks[(i + 1) % count])
-        for i, counts in enumerate(counted)
-    ]
+    sizes = [end - begin for begin, end in step.shards]
+    if step.op is Op.ALL_REDUCE:
+        sizes = [last - first for first, last in cut(*step.shards[0], (1,) * len(sizes))]
+    whole, after = sum(sizes), sizes[1:] + sizes[:1]
+    hops = [0] * len(sizes)
+    if step.op is not Op.ALL_GATHER:
+        hops = [whole - size for size in sizes]
+    if step.op is not Op.REDUCE_SCATTER:
+        hops = [hop + whole - size for hop, size in zip(hops, after, strict=True)]
+    hops = [hop * counts for hop, counts in zip(hops, counted, strict=True)]
     return list(zip(hops, hops[-1:] + hops[:-1], strict=True))

@@ -1,15 +1,15 @@
 """Who sends how much to whom in a step, and what a step costs beside its bytes.
 
 As `planning.traffic` counts: inside a node a group goes round a ring, between nodes every member
-sends to every other. Where the runtime has rings between nodes too, the same bytes leave and reach
-each member, but go to its neighbour.
+sends to every other. Where the stage or the runtime says that it is a ring between nodes too, the
+same bytes leave and reach each member, but go to its neighbour.
 """
 
 from collections.abc import Sequence
 
 from topo_ar.planning.runtime import Runtime
 from topo_ar.planning.schedule import Op, Stage, Step
-from topo_ar.planning.step_list import cut
+from topo_ar.planning.step_list import RINGS, cut
 
 # From rank, to rank, elements.
 Message = tuple[int, int, float]
@@ -30,7 +30,11 @@ def messages(step: Step, place: Sequence[int], ring_rails: bool = False) -> list
     if step.op is Op.EXCHANGE:
         return [(a, b, sizes[0]) for a in ranks for b in ranks if a != b and sizes[0]]
     one_place = len({place[rank] for rank in ranks}) == 1
-    if one_place or (ring_rails and count > 2 and step.stage not in _AT_ONCE):
+    if (
+        one_place
+        or step.stage in RINGS
+        or (ring_rails and count > 2 and step.stage not in _AT_ONCE)
+    ):
         whole = sum(sizes)
         if step.op is Op.REDUCE_SCATTER:
             return _round(ranks, [whole - size for size in sizes])

@@ -27,8 +27,24 @@ from topo_ar.simulation.units import on_groups, one_chunk
 from topo_ar.topology.levels import Levels, levels
 from topo_ar.topology.model import Topology
 
-_BETWEEN = (Stage.INTER_EXCHANGE, Stage.INTER_REDUCE_SCATTER, Stage.INTER_ALL_GATHER)
-_ENCODED = (Stage.INTER_EXCHANGE, Stage.INTER_REDUCE_SCATTER)
+_BETWEEN = (
+    Stage.INTER_EXCHANGE,
+    Stage.INTER_REDUCE_SCATTER,
+    Stage.INTER_ALL_GATHER,
+    Stage.INTER_RING_REDUCE_SCATTER,
+    Stage.INTER_RING_ALL_GATHER,
+    Stage.INTER_FOLD,
+    Stage.INTER_HALVING,
+    Stage.INTER_DOUBLING,
+    Stage.INTER_UNFOLD,
+)
+_ENCODED = (
+    Stage.INTER_EXCHANGE,
+    Stage.INTER_REDUCE_SCATTER,
+    Stage.INTER_RING_REDUCE_SCATTER,
+    Stage.INTER_FOLD,
+    Stage.INTER_HALVING,
+)
 
 
 class Reduction:

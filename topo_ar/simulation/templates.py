@@ -12,6 +12,7 @@ from topo_ar.errors import PlanError
 from topo_ar.planning.port_loads import PortLoads
 from topo_ar.planning.runtime import Runtime
 from topo_ar.planning.schedule import Op, Schedule, Stage, Step
+from topo_ar.planning.step_list import RINGS
 from topo_ar.simulation.engine import Task
 from topo_ar.simulation.flows import Uses
 from topo_ar.simulation.folding import Edges, colours
@@ -32,6 +33,8 @@ _SIDE_BY_SIDE = (
     Stage.RING_ALL_GATHER,
     Stage.TREE_REDUCE,
     Stage.TREE_BROADCAST,
+    Stage.INTER_HALVING,
+    Stage.INTER_DOUBLING,
 )
 _ONE_CALL = (Stage.INTER_REDUCE_SCATTER, Stage.INTER_ALL_GATHER)
 
@@ -166,7 +169,8 @@ class Templates:
         TopologyError
             If there is no way between two of its ranks.
         """
-        loads = PortLoads(schedule, self._routes.levels, "payload")
+        rings = self._runtime.ring_rails
+        loads = PortLoads(schedule, self._routes.levels, "payload", ring_rails=rings)
         raw = _Raw(schedule, [load.latency for load in loads.loads])
         flat = self._runtime.flat_bytes_per_s
         for number, step in enumerate(schedule.steps):
@@ -358,7 +362,12 @@ class Templates:
         added *= runtime.reduce_seconds_per_byte or 0
         if runtime.chunk_seconds is None or folded.step.op is Op.ALL_REDUCE:
             return before + folded.latency * hops, added, 0
-        return before, added, folded.latency * hops
+        latency = folded.latency
+        if folded.between_nodes:
+            at_once = 0 if folded.step.stage in RINGS else len(folded.step.group) - 2
+            further = at_once * runtime.further_message_seconds(latency)
+            latency = runtime.latency_share * latency + further
+        return before, added, latency * hops
 
 
 class Lanes:

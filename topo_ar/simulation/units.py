@@ -54,7 +54,7 @@ def one_chunk(plan: Plan, turn: int = 0) -> Schedule:
     """
     shares = [sum(plan.shards.nodes), *map(sum, plan.shards.ranks)]
     numel = 2 * plan.world_size * shares[0] * lcm(*shares)
-    if plan.family is Family.HALVING_DOUBLING:
+    if plan.family in (Family.HALVING_DOUBLING, Family.HIERARCHICAL_HALVING):
         numel <<= plan.world_size.bit_length()
     sizes = (*(0,) * turn, numel)
     return lower(msgspec.structs.replace(plan, nbytes=numel, chunk_nbytes=sizes), numel, 1)

@@ -1,9 +1,11 @@
 """A schedule as messages between two ranks, which is what point-to-point executors want."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topo_ar.errors import PlanError
 from topo_ar.planning.schedule import Op, Schedule, Step
+from topo_ar.planning.step_list import RINGS, ring_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ def transfers(schedule: Schedule) -> list[Transfer]:
     """
     log = _Log(schedule)
     for step in schedule.steps:
-        log.add(step)
+        for part in _hops(step):
+            log.add(part)
     return log.found
 
 
@@ -98,6 +101,14 @@ class _Log:
             self._written[rank][unit] = index
             self._read[rank][unit] = []
         return tuple(sorted(arrived - {-1})), tuple(sorted(sent))
+
+
+def _hops(step: Step) -> Sequence[Step]:
+    """Return the messages of a ring hop by hop; else the step, all of whose are sent at once."""
+    if step.stage not in RINGS:
+        return (step,)
+    messages = [each for at in range(len(step.group)) for each in ring_messages(step, at)]
+    return [message for _, message in sorted(messages, key=lambda message: message[0])]
 
 
 def _messages(step: Step) -> list[tuple[int, int, int, int]]:
