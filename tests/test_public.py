@@ -5,11 +5,13 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import topo_ar
 
 PUBLIC = [
+    "BackendOptions",
     "Communicator",
     "ConfigError",
     "EmulationError",
@@ -28,6 +30,7 @@ PUBLIC = [
     "plan",
     "preset",
     "read",
+    "register_backend",
 ]
 
 
@@ -84,6 +87,11 @@ def _private_names(rank: int, world_size: int) -> tuple[int, bool, bool, float |
 
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     assert isinstance(torch_private.GradBucket, type)
+    assert isinstance(torch_private.BackendRequest, type)
+    assert torch_private.TorchOptions("topo").backend == "topo"
+    assert torch_private.factor_of(dist._make_nccl_premul_sum(0.5)) == 0.5
+    assert torch_private.default_store("here").clone() is not None
+    assert torch_private.debugs_in_detail() is False
     return (
         torch_private.registered_hooks(model),
         torch_private.is_static_graph(model),

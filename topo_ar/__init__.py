@@ -8,6 +8,7 @@
     model = topo_ar.ddp(module)                # a DDP with the planned all-reduce
     handle = topo_ar.attach(ddp)               # the same on a DDP that exists
     topo_ar.all_reduce(tensor)                 # the engine by hand
+    dist.init_process_group("topo")            # or as a backend of torch.distributed
 """
 
 from importlib import import_module
@@ -23,10 +24,12 @@ from topo_ar.errors import (
     TopologyError,
 )
 from topo_ar.telemetry.log import log_to_stderr
+from topo_ar.torch_backend import register_backend, register_if_loaded
 
 if TYPE_CHECKING:
     from topo_ar.api import all_reduce, discover, plan
     from topo_ar.execution.communicator import Communicator
+    from topo_ar.integrations.backend import BackendOptions
     from topo_ar.integrations.ddp import attach, ddp, handle_of
     from topo_ar.planning.plan import Plan
     from topo_ar.topology.model import Topology
@@ -34,9 +37,11 @@ if TYPE_CHECKING:
     from topo_ar.topology.readers import read
 
 log_to_stderr()
+register_if_loaded()
 
 # Loaded at first use: planning must not wait for torch.
 _HOMES = {
+    "BackendOptions": "topo_ar.integrations.backend",
     "Communicator": "topo_ar.execution.communicator",
     "Plan": "topo_ar.planning.plan",
     "Topology": "topo_ar.topology.model",
@@ -51,6 +56,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BackendOptions",
     "Communicator",
     "ConfigError",
     "EmulationError",
@@ -69,6 +75,7 @@ __all__ = [
     "plan",
     "preset",
     "read",
+    "register_backend",
 ]
 
 

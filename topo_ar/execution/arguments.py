@@ -33,6 +33,23 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def takes(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> bool:
+    """Tell whether there is a plan for tensors of this dtype, device and layout, and this `op`.
+
+    Equal on all ranks; false as well while a CUDA graph is captured.
+    """
+    dtype = tensor.dtype
+    if tensor.layout is not torch.strided or dtype not in _DTYPES or op in _OF_BITS:
+        return False
+    if tensor.device.type not in ("cpu", "cuda") or op == dist.ReduceOp.PREMUL_SUM:
+        return False
+    if op == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    if dtype.is_complex and op not in _SUMS:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def check(
     tensor: torch.Tensor, asked: "dist.ReduceOp.RedOpType", *, through_nccl: bool = False
 ) -> "dist.ReduceOp.RedOpType":

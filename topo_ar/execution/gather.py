@@ -24,22 +24,24 @@ from topo_ar.execution.transports.segment import Card, Owned, Peer, open_peer
 class _Names:
     """Names for groups: equal on all ranks of a group, and never used twice in a store.
 
+    Within a scope, which is equal on all ranks, they are counted apart.
+
     Torch's own names for groups of a part of the ranks depend on how many groups a rank is in.
     """
 
     def __init__(self) -> None:
         self._world: object = None
-        self._made: Counter[tuple[int, ...]] = Counter()
+        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
-    def next(self, ranks: tuple[int, ...]) -> str:
+    def next(self, ranks: tuple[int, ...], scope: str) -> str:
         if self._world is not dist.group.WORLD:  # a new job, in which other ranks may be new
             self._world = dist.group.WORLD
             self._made.clear()
-        self._made[ranks] += 1
+        self._made[scope, ranks] += 1
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         # A launcher that restarts ranks may hand them the store of those before.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return f"topo_ar/{restart}/{digest}/{self._made[ranks]}"
+        return f"topo_ar/{restart}/{digest}/{scope}{self._made[scope, ranks]}"
 
 
 _names = _Names()
@@ -91,10 +93,14 @@ class Channel:
         self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self._made: dist.ProcessGroup | None = None
         self.world_size = len(self.ranks)
-        self.name = name = _names.next(self.ranks)
+        # Groups that make communicators by themselves do so in no common order.
+        scope = getattr(group, "communicator_scope", "")
+        self.name = name = _names.next(self.ranks, scope)
         self.address = local_address(self.rank)
         try:
-            self._made = gloo_group(name, self.rank, self.world_size, timeout_s)
+            self._made = gloo_group(
+                name, self.rank, self.world_size, timeout_s, own_connection=bool(scope)
+            )
         except RuntimeError as error:
             raise ExecutionError(
                 f"rank {self.rank} did not meet the other {self.world_size - 1} ranks: {error}"

@@ -1,13 +1,33 @@
 """Every private name of torch that the package uses, in one place; a test pins them by version."""
 
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    Backend,
+    DebugLevel,
+    PrefixStore,
+    Store,
+    _DistributedBackendOptions,
+    get_debug_level,
+)
 from torch._C._distributed_c10d import GradBucket as GradBucket
-from torch.distributed.distributed_c10d import _get_default_store
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
+from torch.distributed.distributed_c10d import _create_process_group_wrapper, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+TorchOptions = Backend.Options
+BackendRequest = _DistributedBackendOptions
 
 
 def registered_hooks(ddp: DistributedDataParallel) -> int:
@@ -45,11 +65,15 @@ def default_store(prefix: str) -> Store:
     return PrefixStore(prefix, _get_default_store())
 
 
-def gloo_group(name: str, rank: int, size: int, timeout_s: float) -> "dist.ProcessGroup":
+def gloo_group(
+    name: str, rank: int, size: int, timeout_s: float, *, own_connection: bool = False
+) -> "dist.ProcessGroup":
     """Return a gloo group under `name` in the default store, unknown to torch's registry.
 
     It lives as long as it is referenced, whatever groups are destroyed meanwhile, and needs no
     rank but its own. Torch's functions that look a group up do not take it; its methods work.
+    Threads that make groups at the same time need connections of their own to the store: it
+    serves one call after the other, and one that waits for other ranks holds up the next.
 
     Raises
     ------
@@ -57,6 +81,8 @@ def gloo_group(name: str, rank: int, size: int, timeout_s: float) -> "dist.Proce
         If the ranks do not meet within `timeout_s` seconds.
     """
     store = default_store(name)
+    if own_connection:
+        store = store.clone()  # type: ignore[attr-defined]
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     group: dist.ProcessGroup = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -120,8 +146,86 @@ def _finish(work: "dist.Work | None") -> None:
         work.wait()
 
 
+def plain_group(request: BackendRequest) -> tuple["dist.ProcessGroup", dict[str, Any]]:
+    """Return the group that torch would have made for `request`, and its backends by device type.
+
+    They are gloo, and for CUDA tensors NCCL where torch has it. With ``TORCH_DISTRIBUTED_DEBUG``
+    at ``DETAIL`` they compare their calls between ranks, as in torch's own groups.
+    """
+    types = dist.ProcessGroup.BackendType
+    place = request.group_rank, request.group_size
+    # Not under the group's own names, which are another backend's where one follows.
+    store = PrefixStore("topo", request.store)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), *place, request.timeout)
+    gloo.options.global_ranks_in_group = request.global_ranks_in_group
+    gloo.options.group_name = dist.GroupName(request.group_id)
+    gloo._set_sequence_number_for_group()
+    made: dict[str, Any] = {"cpu": gloo}
+    if torch.cuda.is_available():
+        made["cuda"] = gloo
+        if dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = request.timeout
+            options.global_ranks_in_group = request.global_ranks_in_group
+            options.group_name = dist.GroupName(request.group_id)
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), *place, options)
+            nccl._set_sequence_number_for_group()
+            made["cuda"] = nccl
+    group: dist.ProcessGroup = dist.ProcessGroup(store, *place)
+    group._set_default_backend(types.GLOO)
+    for device, backend in made.items():
+        if debugs_in_detail():
+            made[device] = _create_process_group_wrapper(
+                wrapped_pg=backend,
+                store_prefix=f"{request.group_id}/{device}",
+                store=store,
+                rank=request.group_rank,
+                world_size=request.group_size,
+                timeout=request.timeout,
+            )
+        kind = types.GLOO if backend is gloo else types.NCCL
+        group._register_backend(torch.device(device), kind, made[device])
+    group._set_group_name(dist.GroupName(request.group_id))
+    return group, made
+
+
+def adopt_backends(group: "dist.ProcessGroup", backends: Mapping[str, Any]) -> None:
+    """Let torch find the backends of a plain group in another one, whose defaults they are."""
+    types = dist.ProcessGroup.BackendType
+    group._set_default_backend(types.GLOO)
+    for device, backend in backends.items():
+        kind = types.NCCL if backend.name() == "nccl" else types.GLOO
+        group._register_backend(torch.device(device), kind, backend)
+
+
+def debugs_in_detail() -> bool:
+    """Tell whether ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``."""
+    return get_debug_level() == DebugLevel.DETAIL
+
+
+def uncompiled(function: _F) -> _F:
+    """Keep torch.compile out of a function that torch's C++ side calls, and of what it calls.
+
+    The compiler looks at every frame that begins while a compiled function runs, those included.
+    ``torch.compiler.disable`` does the same, and imports the compiler for it.
+    """
+    set_code_exec_strategy(
+        function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    )
+    return function
+
+
+def factor_of(op: "dist.ReduceOp") -> Any:
+    """Return the number or tensor that PREMUL_SUM multiplies by."""
+    state: Any = op.__getstate__()
+    return state[1]
+
+
 def backend_of(group: "dist.ProcessGroup | None", device_type: str) -> str:
     """Return the name of the backend that `group` has for a type of device; empty if none."""
+    inner: Mapping[str, str] | None = getattr(group or dist.group.WORLD, "backend_names", None)
+    if inner is not None:  # a group of ours, whose configuration knows one name
+        return inner.get(device_type, "")
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}.get(device_type, "")
 
