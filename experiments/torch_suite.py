@@ -22,11 +22,10 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from experiments.torch_suite_cases import BACKEND, GLOO, HOOK, PASSED, Outcome, environment
 from topo_ar.cli.script import exit_code_of
@@ -36,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PASSES = Path(__file__).with_name("torch_suite_passes.json")
 MODES = (GLOO, HOOK, BACKEND)
 _NODES = 2
+_TORCH = version("torch")  # importing it would take longer than many a case
 _MOST_FAULTS = 20
 
 
@@ -104,8 +104,7 @@ def read(path: Path, job: Job) -> dict[str, Outcome]:
     return {
         row["case"]: Outcome(**{name: row[name] for name in names})
         for row in rows
-        if row["torch"] == torch.__version__
-        and (row["mode"], row["world_size"]) == (job.mode, job.world_size)
+        if row["torch"] == _TORCH and (row["mode"], row["world_size"]) == (job.mode, job.world_size)
     }
 
 
@@ -133,7 +132,7 @@ def updated(passes: dict[str, Any], found: dict[Job, dict[str, Outcome]]) -> str
         passed = {name for name, outcome in outcomes.items() if outcome.outcome == PASSED}
         lists[str(job)] = lists.get(str(job), set()) - set(outcomes) | passed
     content = {
-        "torch": torch.__version__.partition("+")[0],
+        "torch": _TORCH.partition("+")[0],
         "differences": passes["differences"],
         "passes": {job: sorted(names) for job, names in sorted(lists.items())},
     }
@@ -172,7 +171,7 @@ def _run_job(job: Job, names: Sequence[str], config: Config, path: Path) -> dict
         for number, line in enumerate(process.stdout, 1):
             outcome = Outcome(**json.loads(line))
             found[outcome.case] = outcome
-            row = {"torch": torch.__version__, "mode": job.mode, "world_size": job.world_size}
+            row = {"torch": _TORCH, "mode": job.mode, "world_size": job.world_size}
             rows.write(json.dumps(row | json.loads(line)) + "\n")
             rows.flush()
             said = f"{outcome.outcome} {outcome.case} {outcome.seconds:.1f} s {outcome.reason}"

@@ -6,9 +6,11 @@ that importing torch takes. What cases print goes to a log; stdout gets a JSON l
 
 import argparse
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import unittest
@@ -18,12 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.torch_suite_on_cpu import lift_limits, name_cpu_for_gpus
-
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 GLOO, HOOK, BACKEND = "gloo", "hook", "backend"
 _REASON_LENGTH = 400
 _END_S = 5.0
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ def make_case_class(mode: str, nodes: int) -> Any:
 
     Attribute ``engaged`` counts in memory that the ranks share.
     """
+    from experiments.torch_suite_on_cpu import lift_limits, name_cpu_for_gpus
+
     lift_limits()
     from torch.testing._internal.distributed import distributed_test
 
@@ -97,6 +100,7 @@ def make_case_class(mode: str, nodes: int) -> Any:
 
         @classmethod
         def _run(cls, rank: int, *args: Any, **named: Any) -> None:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             os.environ[HOST_ID_ENV] = str(rank * nodes // int(os.environ["WORLD_SIZE"]))
             name_cpu_for_gpus()
             if mode == HOOK:

@@ -142,7 +142,12 @@ def _through_host(rank: int, world_size: int) -> int:
                     done.set_result(tensor)
                     pairs.append((step, done))
                 else:
-                    pairs.append((step, made._all_reduce_on_host(tensor, dist.ReduceOp.SUM, None)))
+                    pairs.append(
+                        (
+                            step,
+                            made._all_reduce_on_host(tensor, dist.ReduceOp.SUM, None, plain=False),
+                        )
+                    )
             expected = [60.0 * 6 + 4 * step for step, _ in pairs]
             return sum(
                 not bool((future.wait() == value).all())
@@ -170,7 +175,7 @@ def _lost_copy(rank: int, world_size: int) -> tuple[float, list[str]]:
         with Communicator(timeout_s=20.0, plan="hierarchical") as made:
             begin = time.monotonic()
             future = made._all_reduce_on_host(
-                torch.ones(1000), dist.ReduceOp.SUM, lambda: told.append("done")
+                torch.ones(1000), dist.ReduceOp.SUM, lambda: told.append("done"), plain=False
             )
             with pytest.raises(ExecutionError, match="illegal memory access") as caught:
                 future.wait()
