@@ -262,7 +262,7 @@ def _crossed(rank, world_size):
 
 def test_groups_come_into_use_in_any_order(ranks) -> None:
     full = {0: 6.0, 1: 406.0}
-    assert ranks.run(_crossed, 4, init=False) == [
+    assert ranks.run(_crossed, 4, init=False, deadline_s=40.0) == [
         (full | {3: 601.0}, {"topo"}),
         (full | {2: 404.0, 3: 601.0}, {"topo"}),
         (full, {"topo"}),

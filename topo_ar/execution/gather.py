@@ -5,6 +5,7 @@ Everything travels as bytes through an all-gather on a private gloo group; nothi
 
 import hashlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -30,18 +31,21 @@ class _Names:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._world: object = None
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def next(self, ranks: tuple[int, ...], scope: str) -> str:
-        if self._world is not dist.group.WORLD:  # a new job, in which other ranks may be new
-            self._world = dist.group.WORLD
-            self._made.clear()
-        self._made[scope, ranks] += 1
+        with self._lock:
+            if self._world is not dist.group.WORLD:  # a new job, in which other ranks may be new
+                self._world = dist.group.WORLD
+                self._made.clear()
+            self._made[scope, ranks] += 1
+            number = self._made[scope, ranks]
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         # A launcher that restarts ranks may hand them the store of those before.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return f"topo_ar/{restart}/{digest}/{scope}{self._made[scope, ranks]}"
+        return f"topo_ar/{restart}/{digest}/{scope}{number}"
 
 
 _names = _Names()
