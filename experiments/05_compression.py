@@ -3,7 +3,7 @@
 Commands: python -m experiments.05_compression --accuracy --out results/
           python -m experiments.05_compression --kernels --out results/
           python -m experiments.05_compression --ddp --out results/
-Minutes: accuracy 35 on two cores, fewer with --seeds or --quick; kernels 1; ddp 20.
+Minutes: accuracy 35 on two cores, fewer with --seeds or --quick; kernels 2; ddp 20.
 
 --accuracy trains MNIST-1D (generated) and the digits of scikit-learn (bundled) with SGD and Adam on
 8 simulated ranks, 2 nodes of 4, with every codec, with and without error feedback, 3 seeds each;
@@ -11,7 +11,9 @@ compression_accuracy.jsonl has a row for each training. Rows that are there alre
 again. It needs the extra ``workloads``.
 
 --kernels times selection, quantisation and the finite check against torch's own operations on
-25 MiB and one thread, in turns; compression_kernels.jsonl has the raw samples.
+25 MiB and one thread, in turns, and a step of PowerSGD with error feedback against torch's hook on
+a layer of BERT (28 MB) and the tail of ResNet-18 (24 MB); compression_kernels.jsonl has the raw
+samples.
 
 --ddp trains ResNet-18 on emulated hosts, 2 of 4 ranks with NICs of 0.1, 0.5 and 1 Gbit/s, by plain
 DDP, by every codec, by the planner's choice and by torch's own hooks, one step of each in turn;
@@ -26,6 +28,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ import torch
 from experiments import compression_ddp
 from experiments.compression_accuracy import Training, train, trainings
 from experiments.compression_kernels import measure
+from experiments.compression_kernels_powersgd import measure_powersgd
 from experiments.workloads.small import load
 from topo_ar.cli.script import exit_code_of
 from topo_ar.telemetry.metrics import speedup_interval
@@ -65,12 +69,13 @@ def run_kernels(config: Config) -> None:
     nbytes, samples = (_MIB, 3) if config.quick else (25 * _MIB, config.samples)
     name = "compression_kernels.quick.jsonl" if config.quick else "compression_kernels.jsonl"
     with RecordWriter(config.out / name) as writer:
-        for row in measure(nbytes, samples):
-            writer.write({**row, "manifest": manifest()})
+        steps = [] if config.quick else measure_powersgd(samples)
+        for row in chain(measure(nbytes, samples), steps):
+            writer.write({**row, "manifest": manifest("threads")})
             theirs, ours = row["torch_seconds"], row["ours_seconds"]
             found = speedup_interval(theirs, ours)
             print(
-                f"{row['kernel']:12} torch {1e3 * statistics.median(theirs):7.2f} ms, "
+                f"{row['kernel']:31} torch {1e3 * statistics.median(theirs):7.2f} ms, "
                 f"topo_ar {1e3 * statistics.median(ours):7.2f} ms, "
                 f"ratio {found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]",
                 flush=True,

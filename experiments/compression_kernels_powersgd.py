@@ -1,19 +1,13 @@
-"""How long does a PowerSGD step take on one thread, torch's hook against topo_ar?
-
-Command: python -m experiments.compression_kernels_powersgd --out results/
-Minutes: 2.
+"""A PowerSGD step on one thread, torch's hook against topo_ar.
 
 Two simulated ranks, each a node, that take turns on one thread: a sample is what both need for a
-step with error feedback, halved. Samples of the two sides alternate, and a ratio is taken of each
-pair. Writes compression_kernels_powersgd.jsonl.
+step with error feedback, halved. Samples of the two sides alternate.
 """
 
-import argparse
 import math
-import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -21,9 +15,8 @@ from experiments.torch_hooks import Bucket, Group, run_ranks, state, step
 from topo_ar.compression.error_feedback import ErrorFeedback
 from topo_ar.compression.powersgd import PowerSGD
 from topo_ar.compression.protocol import Layout, Piece
-from topo_ar.errors import TopoError
-from topo_ar.telemetry.records import RecordWriter, manifest
 
+RANKS = (1, 2, 4, 8)
 _WARMUP = 3
 
 # 28.3 MB and 23.6 MB of fp32.
@@ -57,14 +50,18 @@ def powersgd_step_seconds(
         random = torch.Generator().manual_seed(group.index)
         gradient = torch.randn(offset, generator=random)
         buffer = torch.empty_like(gradient)
-        theirs, ours = state(rank, group.size), ErrorFeedback(PowerSGD(rank))
+        total = torch.empty_like(gradient)
+        theirs, codec = state(rank, group.size), PowerSGD(rank)
+        ours, alone = ErrorFeedback(codec), Group()
         hook_times, times = [], []
         for when in range(_WARMUP + samples):
             buffer.copy_(gradient)
             start = _meet(group)
             step(theirs, [Bucket(buffer, shapes, 0, True)])
             middle = _meet(group)
-            ours.reduce(gradient, layout, group, Group(), when)
+            # As in training: what all nodes sent is decoded where it belongs.
+            reduced = ours.reduce(gradient, layout, group, alone, when)
+            codec.gather(reduced, layout, alone, [total])
             end = _meet(group)
             hook_times.append((middle - start) / group.size)
             times.append((end - middle) / group.size)
@@ -79,44 +76,16 @@ def _meet(group: Group) -> float:
     return time.perf_counter()
 
 
-def main() -> int:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    try:
-        with RecordWriter(options.out / "compression_kernels_powersgd.jsonl") as writer:
-            for workload, shapes in WORKLOADS.items():
-                for rank in options.ranks:
-                    hook, ours = powersgd_step_seconds(shapes, rank, options.samples)
-                    ratios = sorted(a / b for a, b in zip(hook, ours, strict=True))
-                    writer.write(
-                        {
-                            "experiment": "compression_kernels_powersgd",
-                            "workload": workload,
-                            "nbytes": 4 * sum(map(math.prod, shapes)),
-                            "rank": rank,
-                            "torch_seconds": hook,
-                            "ours_seconds": ours,
-                            "manifest": manifest("threads"),
-                        }
-                    )
-                    print(
-                        f"{workload} rank {rank}: torch {1e3 * statistics.median(hook):.1f} ms, "
-                        f"topo_ar {1e3 * statistics.median(ours):.1f} ms, "
-                        f"ratio {statistics.median(ratios):.2f} "
-                        f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
-                    )
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def measure_powersgd(samples: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each workload and rank, as `compression_kernels.measure` does."""
+    for workload, shapes in WORKLOADS.items():
+        for rank in RANKS:
+            theirs, ours = powersgd_step_seconds(shapes, rank, samples)
+            yield {
+                "experiment": "compression_kernels",
+                "kernel": f"powersgd:{rank} step, {workload}",
+                "nbytes": 4 * sum(map(math.prod, shapes)),
+                "num_threads": torch.get_num_threads(),
+                "torch_seconds": theirs,
+                "ours_seconds": ours,
+            }

@@ -126,7 +126,8 @@ def train(
             found = codec.reduce(shard, layouts[k], rail, node, step)
             codec.commit(layouts[k])
             error = shard - found.own
-            gathered = codec.gather(found, layouts[k], node)
+            gathered = [torch.empty(layout.numel, dtype=dtype) for layout in layouts]
+            codec.gather(found, layouts[k], node, gathered)
             assert torch.equal(gathered[k], found.total)
             out = {name: torch.empty(s, dtype=dtype) for name, s in shapes.items()}
             for layout, total in zip(layouts, gathered, strict=True):
@@ -404,9 +405,9 @@ def test_state_moves_to_another_cut(alternating):
                 found = codec.reduce(shard, layouts[k], rail, node, step)
                 codec.commit(layouts[k])
                 out = {name: torch.empty(s, dtype=torch.float64) for name, s in MIXED.items()}
-                for layout, total in zip(
-                    layouts, codec.gather(found, layouts[k], node), strict=True
-                ):
+                gathered = [torch.empty(x.numel, dtype=torch.float64) for x in layouts]
+                codec.gather(found, layouts[k], node, gathered)
+                for layout, total in zip(layouts, gathered, strict=True):
                     put(out, layout, total)
                 totals.append(out)
             return totals, codec.state_dict()

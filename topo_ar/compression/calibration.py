@@ -23,6 +23,7 @@ _FEW = 1 << 12
 _ROWS = {_NUMEL: 512, _FEW: 32}
 _WINDOW_SECONDS = 0.03
 _SHORT_SECONDS = 0.005
+_MIN_STEPS = 2
 # Parts of equal size need a power of two; on more nodes each does less of more parts.
 _MEMBERS = (2, 4, 8)
 
@@ -73,7 +74,9 @@ def measure_costs(codecs: Iterable[Codec], num_nodes: int = 2) -> dict[str, Code
         few = min(_seconds(codec, gradient[:_FEW], rail, _SHORT_SECONDS))
         # The mean over a while, and not the fastest step: ranks may take turns on a core.
         many = fmean(_seconds(codec, gradient, rail, _WINDOW_SECONDS))
-        slope = max(0.0, many - few) / (gradient.nbytes - gradient[:_FEW].nbytes)
+        # On a machine that is busy with something else the small step may seem the longer one.
+        few = min(few, many / 2)
+        slope = (many - few) / (gradient.nbytes - gradient[:_FEW].nbytes)
         found[str(codec)] = CodecCost(slope, few)
     return found
 
@@ -85,7 +88,7 @@ def _seconds(
     feedback, layout = ErrorFeedback(make(codec)), _layout(gradient.numel(), rail.size)
     feedback.reduce(gradient, layout, rail, Mirror(), 0)
     times = [time.perf_counter()]
-    while times[-1] - times[0] < window_seconds:
+    while times[-1] - times[0] < window_seconds or len(times) <= _MIN_STEPS:
         feedback.reduce(gradient, layout, rail, Mirror(), len(times))
         times.append(time.perf_counter())
     return [end - begin for begin, end in pairwise(times)]

@@ -122,20 +122,17 @@ class ErrorFeedback:
         elif poison.isnan():
             mass.zero_()
         reduced = self.compressor.reduce(mass, layout, rail, node, step)
-        poison = _agree(poison + reduced.total.sum() * 0, rail, node)
-        own = reduced.own
-        if own.untyped_storage().data_ptr() == mass.untyped_storage().data_ptr():
-            own = own.clone()
-        torch.sub(mass, own, out=mass)
+        poison = _agree(poison + reduced.poison(), rail, node)
+        reduced.take_from(mass)
         self._pending[layout] = _Pending(mass, alive, poison)
+        reduced.sent_nbytes += all_reduce_nbytes(rail.size, poison.nbytes)
         # Where nothing is wrong the poison is zero; adding it would only make +0 of -0.
-        total = reduced.total
         if not on_host:
-            total = total + poison
-        elif poison.isnan():
-            total = torch.full_like(total, torch.nan)
-        flag = all_reduce_nbytes(rail.size, poison.nbytes)
-        return Reduced(total, own, reduced.sent_nbytes + flag)
+            return Reduced(reduced.total + poison, reduced.own, reduced.sent_nbytes)
+        if poison.isnan():
+            nothing = torch.full_like(gradient, torch.nan)
+            return Reduced(nothing, reduced.own, reduced.sent_nbytes)
+        return reduced
 
     def settle(self) -> bool:
         """End the step at hand; return False if it was not finite and leaves no trace.

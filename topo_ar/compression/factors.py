@@ -55,6 +55,15 @@ def decode(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         out.addr_(column, row)
 
 
+def subtract(left: torch.Tensor, right: torch.Tensor, target: torch.Tensor) -> None:
+    """Subtract ``left' right`` from `target` (a x b) in place; see `decode`."""
+    if left.is_cuda or len(left) > _outer_rank():
+        target.addmm_(left.T, right, alpha=-1)
+        return
+    for column, row in zip(left, right, strict=True):
+        target.addr_(column, row, alpha=-1)
+
+
 @functools.cache
 def _outer_rank() -> int:
     """Return up to which rank adding outer products beats a matrix product on this CPU.

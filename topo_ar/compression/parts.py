@@ -54,6 +54,56 @@ class Split:
         return [b - a for a, b in pairwise(edges) if b > a]
 
 
+class Chosen(Reduced):
+    """What a codec made of shards of which some entries travel as they are.
+
+    Parameters
+    ----------
+    total : Tensor
+        The rail's sum.
+    kinds : Split
+        Which elements of the shard those entries are from; all others travel too.
+    shard : Tensor
+        What was reduced.
+    chosen : Tensor
+        int64, places of the entries in the vector of compressed elements.
+    sent_nbytes : int
+        Bytes that this member sent.
+    """
+
+    def __init__(
+        self,
+        total: torch.Tensor,
+        kinds: Split,
+        shard: torch.Tensor,
+        chosen: torch.Tensor,
+        sent_nbytes: int,
+    ) -> None:
+        coded, self._exact = kinds.take(shard)
+        self._kinds, self._chosen, self._values = kinds, chosen, coded[chosen]
+        self._exact = self._exact.clone()
+        super().__init__(total, total[:0], sent_nbytes)
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The entries that were chosen, in place, and the exact elements."""
+        if not self._own.numel():
+            coded = self._total.new_zeros(self._total.numel() - self._exact.numel())
+            coded[self._chosen] = self._values
+            self._own = self._kinds.join(coded, self._exact)
+        return self._own
+
+    def take_from(self, shard: torch.Tensor) -> None:
+        """Set to zero what travels: entries go bit for bit or not at all."""
+        if len(self._kinds.coded) > 1:
+            super().take_from(shard)
+            return
+        for begin, _ in self._kinds.coded:
+            shard.index_fill_(0, self._chosen + begin, 0)
+        for begin, end in self._kinds.exact:
+            shard[begin:end] = 0
+
+
 @lru_cache(maxsize=1024)
 def split(layout: Layout) -> Split:
     """Return what of a shard is compressed: all but vectors and small tensors."""

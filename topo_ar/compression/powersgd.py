@@ -32,6 +32,7 @@ from topo_ar.compression.factors import (
     draw,
     flat,
     multiply,
+    subtract,
     unflat,
 )
 from topo_ar.compression.matrices import Arrangement, Matrix, arrange, exchange_layouts
@@ -88,7 +89,6 @@ class PowerSGD:
         self._arranged: dict[int, tuple[Layout, Arrangement]] = {}
         self._pending: dict[int, dict[str, torch.Tensor]] = {}
         self._last: dict[int, _Sums] = {}
-        self._own: dict[int, torch.Tensor] = {}
 
     def reduce(
         self, shard: torch.Tensor, layout: Layout, rail: Group, node: Group, step: int
@@ -96,7 +96,7 @@ class PowerSGD:
         """Add up the shards of the rail; see `Compressor`. fp64 shards are computed in fp64.
 
         `sent_nbytes` counts what goes along the rail, not what is exchanged inside the node. With
-        one node nothing is compressed. `own` is valid until the bucket's next `reduce`.
+        one node nothing is compressed.
 
         Raises
         ------
@@ -116,52 +116,42 @@ class PowerSGD:
             sums, kept = self._renew_left(job)
         self._last[layout.bucket] = sums
         self._pending[layout.bucket] = kept
-        total = torch.empty_like(shard)
-        # Fresh pages for a tensor that is read once would cost more than the product in it.
-        own = self._own.get(layout.bucket)
-        if own is None or own.shape != shard.shape or own.dtype != shard.dtype:
-            own = self._own[layout.bucket] = torch.empty_like(shard)
-        for matrix in job.held:
-            name = matrix.name
-            decode(sums.left[name], sums.right[name], matrix.view(total, job.local))
-            decode(sums.own_left[name], sums.own_right[name], matrix.view(own, job.local))
-        arrangement.put_tail(total, job.local, sums.tail)
-        arrangement.put_tail(own, job.local, job.tail)
-        return Reduced(total, own, sums.sent_nbytes)
+        return _LowRank(sums, job, arrangement, shard)
 
-    def gather(self, reduced: Reduced, layout: Layout, node: Group) -> list[torch.Tensor]:
-        """Return the totals of all shards of the node, from their factors.
+    def gather(
+        self, reduced: Reduced, layout: Layout, node: Group, outs: Sequence[torch.Tensor]
+    ) -> None:
+        """Write the totals of all shards of the node to `outs`, from their factors.
 
         All ranks of the node call it together, with what `reduce` returned last for this bucket.
         It moves r (a + b) elements of a matrix where the total has a b.
 
-        Returns
-        -------
-        list of Tensor
-            The `total` of each local rank, by position, with the same bits as there.
+        Parameters
+        ----------
+        outs : sequence of Tensor
+            By local rank, flat, of the dtype of the shards; each gets the bits of that `total`.
         """
         if layout.bucket not in self._last:
-            return node.all_gather(reduced.total)
+            for out, total in zip(outs, node.all_gather(reduced.total), strict=True):
+                out.copy_(total)
+            return
         sums = self._last[layout.bucket]
         _, arrangement = self._arranged[layout.bucket]
         held = arrangement.held(node.index)
         mine = [sums.tail]
         mine += [sums.left[m.name] for m in held]
         mine += [sums.right[m.name] for m in held if not m.spread]
-        totals = []
-        for local, message in enumerate(node.all_gather(flat(mine, sums.tail))):
+        messages = node.all_gather(flat(mine, sums.tail))
+        for local, (message, out) in enumerate(zip(messages, outs, strict=True)):
             held = arrangement.held(local)
             numel = sum(arrangement.tail_shares[local])
-            shard = message.new_empty(numel + sum(m.blocks[local].rows * m.columns for m in held))
-            arrangement.put_tail(shard, local, message[:numel])
+            arrangement.put_tail(out, local, message[:numel])
             rows = {m.name: (self.rank, m.blocks[local].rows) for m in held}
             left, rest = unflat(message[numel:], rows)
             columns = {m.name: (self.rank, m.columns) for m in held if not m.spread}
             right = sums.right | unflat(rest, columns)[0]
             for matrix in held:
-                decode(left[matrix.name], right[matrix.name], matrix.view(shard, local))
-            totals.append(shard)
-        return totals
+                decode(left[matrix.name], right[matrix.name], matrix.view(out, local))
 
     def commit(self, layout: Layout) -> None:
         """Keep the factors that the last `reduce` of this layout's bucket made."""
@@ -288,6 +278,60 @@ class _Sums:
     sent_nbytes: int
 
 
+class _LowRank(Reduced):
+    """Factors of the rail's sum and of this node's part; multiplied when somebody asks."""
+
+    def __init__(
+        self, sums: _Sums, job: "_Job", arrangement: Arrangement, shard: torch.Tensor
+    ) -> None:
+        super().__init__(shard[:0], shard[:0], sums.sent_nbytes)
+        self._sums, self._arrangement = sums, arrangement
+        self._held, self._local, self._tail = job.held, job.local, job.tail
+        self._like, self._numel, self._rank = job.tail, shard.numel(), job.rank
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The rail's sum, decoded."""
+        if not self._total.numel():
+            sums = self._sums
+            self._total = self._decoded(sums.left, sums.right, sums.tail)
+        return self._total
+
+    @property
+    def own(self) -> torch.Tensor:
+        """Part of this node in it, decoded."""
+        if not self._own.numel():
+            sums = self._sums
+            self._own = self._decoded(sums.own_left, sums.own_right, self._tail)
+        return self._own
+
+    def poison(self) -> torch.Tensor:
+        """Return zero, or NaN where an element of the total could be too large or is none."""
+        sums = self._sums
+        largest = [
+            len(left) * left.abs().amax() * sums.right[name].abs().amax()
+            for name, left in sums.left.items()
+            if left.numel()
+        ]
+        return torch.stack([sums.tail.sum(), *largest]).sum() * 0
+
+    def take_from(self, shard: torch.Tensor) -> None:
+        """Subtract the product of the node's factors, one pass over the shard."""
+        sums = self._sums
+        for matrix in self._held:
+            left, right = sums.own_left[matrix.name], sums.own_right[matrix.name]
+            subtract(left, right, matrix.view(shard, self._local))
+        zero = torch.zeros_like(self._tail)
+        self._arrangement.put_tail(shard, self._local, zero)
+
+    def _decoded(self, left: Factors, right: Factors, tail: torch.Tensor) -> torch.Tensor:
+        out = self._like.new_empty(self._numel)
+        for matrix in self._held:
+            decode(left[matrix.name], right[matrix.name], matrix.view(out, self._local))
+        self._arrangement.put_tail(out, self._local, tail)
+        return out
+
+
 class _Job:
     """One bucket's exchange: the shard as matrices and tail, and the groups it is added up with.
 
@@ -306,13 +350,13 @@ class _Job:
         self.held = arrangement.held(node.index)
         self.known = [m for m in arrangement.matrices if m.spread or m in self.held]
         self.tail = arrangement.tail(shard, node.index)
-        self._rank = rank
+        self.rank = rank
         self._tail_shares = list(arrangement.tail_shares[node.index])
         self._views = {m.name: m.view(shard, node.index) for m in self.held}
 
     def rows(self, matrices: list[Matrix]) -> dict[str, tuple[int, int]]:
         """Return the shapes of their left factors here."""
-        return {m.name: (self._rank, m.blocks[self.local].rows) for m in matrices}
+        return {m.name: (self.rank, m.blocks[self.local].rows) for m in matrices}
 
     def times_columns(self, right: Factors) -> Factors:
         """Return the left factors ``right M'`` of the matrices held."""
@@ -348,7 +392,7 @@ class _Job:
         sent = sum(part.nbytes for v, part in enumerate(parts) if v != rail.index)
         summed, share = unflat(add_up(rail.all_to_all(parts)), self.rows(dealt[rail.index]))
         mine = [m for m in self.known if m.owner == rail.index]
-        nothing = share.new_empty(self._rank, 0)
+        nothing = share.new_empty(self.rank, 0)
         bases = self.orthogonalize(mine, {m.name: summed.get(m.name, nothing) for m in mine})
         message = flat([*(bases[m.name] for m in dealt[rail.index]), share], share)
         sent += (rail.size - 1) * message.nbytes
@@ -368,7 +412,7 @@ class _Job:
         own factors and the rail's, of the matrices known, the sum of the tail, and the bytes sent.
         """
         node = self.node
-        shapes = {m.name: (self._rank, m.columns) for m in self.known}
+        shapes = {m.name: (self.rank, m.columns) for m in self.known}
         spread = {m.name: shapes[m.name] for m in self.known if m.spread}
         whole = {name: shape for name, shape in shapes.items() if name not in spread}
         own = {name: right[name] for name in whole}

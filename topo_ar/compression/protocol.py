@@ -74,25 +74,46 @@ class Layout:
         return sum(piece.end - piece.begin for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
 class Reduced:
     """What a codec made of a rail's shards.
 
-    Attributes
+    Parameters
     ----------
     total : Tensor
         The sum over the rail as every member decodes it; the same bits on all members. fp32, flat.
     own : Tensor
         What of this member's shard is in `total`. The sum of `own` over the members is `total` (up
         to the rounding of fp32), so that ``shard - own`` over all members is exactly what was
-        lost: the member that sums and encodes again takes that second loss upon itself.
+        lost: the member that sums and encodes again takes that second loss upon itself. Valid
+        until the bucket's next `reduce`.
     sent_nbytes : int
         Bytes that this member sent.
     """
 
-    total: torch.Tensor
-    own: torch.Tensor
-    sent_nbytes: int
+    def __init__(self, total: torch.Tensor, own: torch.Tensor, sent_nbytes: int) -> None:
+        self._total, self._own = total, own
+        self.sent_nbytes = sent_nbytes
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The rail's sum."""
+        return self._total
+
+    @property
+    def own(self) -> torch.Tensor:
+        """What of this member is in it."""
+        return self._own
+
+    def poison(self) -> torch.Tensor:
+        """Return zero, or NaN where `total` is not finite; nothing waits for the host."""
+        return self.total.sum() * 0
+
+    def take_from(self, shard: torch.Tensor) -> None:
+        """Subtract `own` in place from the shard that was reduced: what is left was lost."""
+        own = self.own
+        if own.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr():
+            self._own = own = own.clone()
+        torch.sub(shard, own, out=shard)
 
 
 class Compressor(Protocol):

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from topo_ar.compression.parts import all_reduce_nbytes, alone, split
+from topo_ar.compression.parts import Chosen, all_reduce_nbytes, alone, split
 from topo_ar.compression.protocol import Group, Layout, Reduced
 from topo_ar.compression.stateless import Stateless
 from topo_ar.compression.topk import kept
@@ -35,13 +35,10 @@ class RandomK(Stateless):
         chosen = chosen.to(shard.device)
         values = coded[chosen]
         found = rail.all_reduce(torch.cat([values, exact]))
-        total, own = torch.zeros_like(coded), torch.zeros_like(coded)
-        total[chosen], own[chosen] = found[:k], values
-        return Reduced(
-            kinds.join(total, found[k:]),
-            kinds.join(own, exact),
-            all_reduce_nbytes(rail.size, found.nbytes),
-        )
+        total = torch.zeros_like(coded)
+        total[chosen] = found[:k]
+        sent = all_reduce_nbytes(rail.size, found.nbytes)
+        return Chosen(kinds.join(total, found[k:]), kinds, shard, chosen, sent)
 
 
 def random_indices(numel: int, k: int, seed: int, step: int, bucket: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from topo_ar.compression.parts import all_reduce_nbytes, alone, cuts, join_bytes, split
+from topo_ar.compression.parts import Chosen, all_reduce_nbytes, alone, cuts, join_bytes, split
 from topo_ar.compression.protocol import Group, Layout, Reduced
 from topo_ar.compression.select import top_k_indices
 from topo_ar.compression.stateless import Stateless
@@ -52,13 +52,8 @@ class TopK(Stateless):
         for other in rail.all_gather(message):
             exact_total += other[: exact.nbytes].view(torch.float32)
             _add(total, other[exact.nbytes :])
-        own = torch.zeros_like(coded)
-        own[chosen] = coded[chosen]
-        return Reduced(
-            kinds.join(total, exact_total),
-            kinds.join(own, exact),
-            (rail.size - 1) * message.nbytes,
-        )
+        whole = kinds.join(total, exact_total)
+        return Chosen(whole, kinds, shard, chosen, (rail.size - 1) * message.nbytes)
 
     def _two_shot(self, shard: torch.Tensor, layout: Layout, rail: Group, k: int) -> Reduced:
         kinds = split(layout)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -336,8 +337,12 @@ class CompressedReduction:
             mean = reduced.total.div_(divisor).to(vector.dtype)
             node.all_gather_into(vector, part.bounds, mean)
             return
-        for local, total in enumerate(gather(reduced, layout, node)):
-            vector[part.bounds[local] : part.bounds[local + 1]] = total.div_(divisor)
+        # Every rank decodes all shards where they belong, in place of copying them from another.
+        wide = vector if vector.dtype == torch.float32 else torch.empty(vector.numel())
+        gather(reduced, layout, node, [wide[a:b] for a, b in pairwise(part.bounds)])
+        torch.div(wide, divisor, out=wide)
+        if wide is not vector:
+            vector.copy_(wide)
 
     def _goes_both_ways(self, index: int) -> bool:
         """Tell whether the drift guard looks at this bucket in this step: they take turns."""
