@@ -22,14 +22,17 @@ from tests.compressed_training import (
     weights,
 )
 from tests.ranks import tell
+from topo_ar.compression import two_shot
 from topo_ar.compression.error_feedback import ErrorFeedback
 from topo_ar.compression.parts import part_of
 from topo_ar.compression.protocol import Layout, Piece
 from topo_ar.compression.registry import make
 from topo_ar.compression.shards import shard_bounds
 from topo_ar.errors import ConfigError
+from topo_ar.integrations import compressed
 from topo_ar.integrations.compression_trial import Trial
-from topo_ar.planning.codecs import NONE, parse_codec
+from topo_ar.planning.codec_costs import CPU_COSTS
+from topo_ar.planning.codecs import BLOCK, NONE, parse_codec
 
 
 def _trains(rank, world_size, hosts, compression, options, steps=6):
@@ -155,6 +158,30 @@ def test_gradients_are_those_of_simulated_ranks(ranks, hosts, nodes, codec) -> N
         for (_, ours), theirs in zip(found, expected, strict=True):
             for name, gradient in ours.items():
                 assert torch.equal(gradient, theirs[name]), name
+
+
+def _in_chunks(rank, world_size, hosts, codec, numel):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_shot, "_CHUNK", numel)
+        # A thousand chunks take long to measure.
+        patch.setattr(compressed, "costs_here", lambda *_: CPU_COSTS)
+        steps = _given(rank, world_size, hosts, codec, 3)
+        return steps, _counted(rank, world_size, hosts, codec)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int4", "sign"])
+@pytest.mark.parametrize("hosts", [TWO_BY_TWO, [0, 1, 2]], ids=str)
+def test_chunks_on_the_wire_change_no_sum_and_no_byte(ranks, hosts, codec) -> None:
+    whole = ranks.run(_in_chunks, len(hosts), hosts, codec, 1 << 18)
+    chunks = ranks.run(_in_chunks, len(hosts), hosts, codec, 8 * BLOCK)
+    # What is lost in the second encoding belongs to other nodes, which shows from step 1 on.
+    expected = whole[0][0][0][1]
+    for steps, _ in chunks:
+        assert all(torch.equal(steps[0][1][name], expected[name]) for name in expected)
+        for (_, found), (_, first) in zip(steps, chunks[0][0], strict=True):
+            assert all(torch.equal(found[name], first[name]) for name in first)
+    sent = [sum(counted[0] for _, counted in found) for found in (whole, chunks)]
+    assert sent[0] == sent[1]
 
 
 @pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:3"])

@@ -5,7 +5,8 @@ is shared here too.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
@@ -50,6 +51,14 @@ class Mirror:
     def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the part for this member from each."""
         return [parts[self.index]] * self.size
+
+    def begin_all_gather(self, tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Return `all_gather`: codecs go through chunks as they do in a job."""
+        return partial(self.all_gather, tensor)
+
+    def begin_all_to_all(self, parts: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Return `all_to_all`."""
+        return partial(self.all_to_all, parts)
 
 
 def measure_costs(codecs: Iterable[Codec], num_nodes: int = 2) -> dict[str, CodecCost]:

@@ -24,6 +24,7 @@ class Cast(TwoShot):
 
 class _Rounding:
     align = 1
+    whole = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -5,9 +5,9 @@ elements of a bucket. The ranks that hold the same shard, one per node, are a *r
 up the shards of a rail with fewer bytes than they have, and says what it lost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +35,22 @@ class Group(Protocol):
 
     def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send ``parts[i]`` to member i and return what each member sent here."""
+        ...
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """A group that can work on while its messages are under way.
+
+    What is begun may be waited for later, in the order in which it was begun.
+    """
+
+    def begin_all_gather(self, tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Begin an `all_gather`; what is returned ends it."""
+        ...
+
+    def begin_all_to_all(self, parts: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Begin an `all_to_all`; what is returned ends it."""
         ...
 
 
