@@ -3,6 +3,8 @@
 Command: python -m experiments.compression_pitfalls --out results/
 Minutes: under 1.
 
+--table FILE prints the table of such a file for the documentation, and runs nothing.
+
 Runs torch's own hooks and topo_ar's PowerSGD with error feedback side by side, on 4 simulated ranks
 (threads) with the same gradients. Prints a table, writes compression_pitfalls.jsonl, and ends with
 0 if topo_ar is right in every row, whatever torch does.
@@ -24,11 +26,12 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
 from experiments.torch_hooks import Bucket, Group, run_ranks, state, step
+from topo_ar.cli.script import exit_code_of
 from topo_ar.compression.error_feedback import ErrorFeedback
 from topo_ar.compression.powersgd import PowerSGD
 from topo_ar.compression.protocol import Layout, Piece
 from topo_ar.errors import TopoError
-from topo_ar.telemetry.records import RecordWriter, manifest
+from topo_ar.telemetry.records import Record, RecordWriter, manifest, read_records
 
 RANKS = 4
 RANK = 2
@@ -286,7 +289,27 @@ def _layout(number: int, names: Sequence[str], gradients: dict[str, torch.Tensor
     return Layout(number, tuple(pieces))
 
 
+def markdown(records: Sequence[Record]) -> str:
+    """Return the table of records, for the documentation."""
+    version = records[0]["manifest"]["torch"]
+    lines = [f"| pitfall | measure | torch {version} | topo_ar |", "|---|---|---|---|"]
+    lines += [
+        f"| {r['name']} | {r['measure']} | {_shown(r['torch'])} | {_shown(r['ours'])} |"
+        for r in records
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: float | str) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
 PITFALLS = (overflow, zeros, batched, resume, deficient, vectors)
+
+
+def _print_table(path: Path) -> int:
+    print(markdown(read_records(path)), end="")
+    return 0
 
 
 def main() -> int:
@@ -295,12 +318,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("results"))
-    out = parser.parse_args().out
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print a table of records")
+    options = parser.parse_args()
+    out = options.out
+    if options.table is not None:
+        return exit_code_of(lambda: _print_table(options.table))
     logging.getLogger(hooks.__name__).setLevel(logging.ERROR)
     rows = [pitfall() for pitfall in PITFALLS]
     table = Table("pitfall", "measure", f"torch {torch.__version__}", "topo_ar", "right")
     for row in rows:
-        shown = [f"{x:.2g}" if isinstance(x, float) else str(x) for x in (row.torch, row.ours)]
+        shown = map(_shown, (row.torch, row.ours))
         table.add_row(row.name, row.measure, *shown, "yes" if row.right else "NO")
     Console().print(table)
     try:

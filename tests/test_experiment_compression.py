@@ -1,16 +1,26 @@
+from pathlib import Path
+
 import pytest
 
 from experiments.compression_ddp import Settings, train
 from experiments.compression_kernels_powersgd import powersgd_step_seconds
-from experiments.compression_pitfalls import PITFALLS
+from experiments.compression_pitfalls import PITFALLS, markdown
 from experiments.workloads.resnet import resnet18
 from tests.compressed_training import on_hosts
+from topo_ar.telemetry.records import read_records
 
 
 @pytest.mark.parametrize("pitfall", PITFALLS, ids=lambda p: p.__name__)
 def test_ours_is_right_where_torch_may_not_be(pitfall):
     row = pitfall()
     assert row.right, row
+
+
+def test_the_documented_table_is_that_of_the_record():
+    experiments = Path(__file__).parent.parent / "experiments"
+    records = read_records(experiments / "results" / "compression_pitfalls.jsonl")
+    assert len(records) == len(PITFALLS)
+    assert markdown(records) in (experiments / "README.md").read_text()
 
 
 def test_both_sides_of_the_kernel_benchmark_run():
