@@ -1,7 +1,9 @@
 """Failures that everyone survives: the same step ends by plain all-reduce, on all ranks."""
 
 import logging
+import os
 import random
+import signal
 import time
 from functools import partial
 
@@ -271,3 +273,28 @@ def test_compression_ends_with_the_fast_path_and_training_goes_on(ranks, codec) 
         assert "MemoryError: injected" in rank["reason"]
         assert rank["state"] == {}
     assert bool(found[0]["weights"].isfinite().all())
+
+
+def _killed_after(rank: int, world_size: int, hosts: list[int]) -> tuple[str, tuple[int, ...], int]:
+    with communicator(rank, hosts, plan="hierarchical", timeout_s=20.0) as made:
+        if rank == 0:
+            faults.before_chunk(made, "_copy_in", 1, faults.fails(MemoryError))
+        try:
+            while True:
+                made.all_reduce(torch.ones(300_000)).wait()
+                if made.fallbacks and rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        except ExecutionError as error:
+            return str(error), error.ranks, made.fallbacks
+
+
+@pytest.mark.parametrize("hosts", [blocks(2, 2), blocks(4, 1)], ids=str)
+def test_a_rank_that_dies_after_a_fallback_is_named_on_every_node(ranks, hosts) -> None:
+    begin = time.monotonic()
+    for outcome in ranks.fresh(_killed_after, 4, hosts, deadline_s=20.0):
+        if outcome.rank != 1:
+            assert outcome.exitcode == 0, outcome.error
+            text, named, fallbacks = outcome.result
+            assert (named, fallbacks) == ((1,), 1), text
+            assert "in stage flat_all_reduce of collective" in text
+    assert time.monotonic() - begin < 12.0

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from tests import detection
 from tests.jobs import blocks, communicator
 from tests.ranks import tell
 from topo_ar.errors import ExecutionError
@@ -68,16 +69,20 @@ def test_survivors_of_a_killed_rank_raise_and_name_it(ranks, hosts, victim) -> N
         assert found["again"] == found["text"]
         # Seen from the closed sockets and the ended process, long before the 30 s deadline.
         assert found["at"] - killed[0] < 10.0
+    last = max(outcome.result["at"] for outcome in outcomes if outcome.rank != victim)
+    detection.note("killed rank", hosts, last - killed[0], 30.0)
 
 
 def test_a_stopped_rank_is_named_when_the_deadline_passes(ranks) -> None:
     failed = set()
+    stopped: list[float] = []
 
     def on_message(run, rank, message) -> None:
         if message == "failed":
             failed.add(rank)
         elif rank == 2:
             run.kill(2, signal.SIGSTOP)
+            stopped.append(time.monotonic())
         if len(failed) == 3:
             run.kill(2)
 
@@ -88,6 +93,8 @@ def test_a_stopped_rank_is_named_when_the_deadline_passes(ranks) -> None:
             assert outcome.exitcode == 0, outcome.error
             assert "nothing moved for 1.5 s" in outcome.result["text"]
             assert 2 in outcome.result["ranks"]
+    last = max(outcome.result["at"] for outcome in outcomes if outcome.rank != 2)
+    detection.note("stopped rank", [0, 0, 1, 1], last - stopped[0], 1.5)
 
 
 def _leave_early(rank: int, world_size: int, hosts: list[int]) -> str:

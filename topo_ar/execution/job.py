@@ -7,8 +7,9 @@ from contextlib import ExitStack
 import msgspec
 import torch.distributed as dist
 
+from topo_ar.errors import ExecutionError
 from topo_ar.execution.gather import Channel, find_colocated
-from topo_ar.execution.network import local_nics
+from topo_ar.execution.network import Nic, local_nics
 from topo_ar.execution.nics import Endpoint, in_order_of_use, own_nics, way
 from topo_ar.execution.reach import peers_of
 from topo_ar.execution.transports.rendezvous import NONCE_NBYTES, connect, listen
@@ -21,6 +22,7 @@ from topo_ar.topology.model import Topology
 logger = logging.getLogger("topo_ar")
 
 _SETUP_TIMEOUT_S = 60.0
+_RECONNECT_TIMEOUT_S = 5.0
 # Who waits for an agreement hears in time from those whose collective comes to its deadline.
 _CONTROL_PATIENCE = 1.15
 _CONTROL_PATIENCE_S = 3.0
@@ -91,6 +93,7 @@ class Job:
             self.node = Node(mine, rank, owned, colocation.peers)
             self.flows: dict[int, Flow] = {}
             self.nics: tuple[str, ...] = ()
+            self._nics: tuple[Nic, ...] = ()
             self._undo = undo.pop_all()
 
     def _why_plain(self) -> str | None:
@@ -130,12 +133,41 @@ class Job:
         # On the plain path no data takes these flows, but the news of a dead rank does.
         if self.plain_reason is not None:
             logger.info("plain all-reduce for everything: %s", self.plain_reason)
-        channel, node = self.channel, self.node
-        rank = channel.rank
-        nics = local_nics(rank, warn=node.local_rank == 0)
-        if len(nics) > 1:
+        node, rank = self.node, self.channel.rank
+        self._nics = local_nics(rank, warn=node.local_rank == 0)
+        if len(self._nics) > 1:
             level = next((n for n in levels(topology).nodes if rank in n.ranks), None)
-            nics = in_order_of_use(nics, level, rank, node.local_rank)
+            self._nics = in_order_of_use(self._nics, level, rank, node.local_rank)
+        self.nics = own_nics(self.nodes, self._meet(self.channel, _SETUP_TIMEOUT_S))
+
+    def reconnect(self) -> bool:
+        """Make the flows anew after a failure: news of dead ranks takes them. Collective.
+
+        Return False, on all ranks, where not all of them could be made, and there are none.
+
+        Raises
+        ------
+        ExecutionError
+            If `control` is at its end.
+        """
+        assert self.control is not None
+        self.flows = {}
+        made = True
+        try:
+            self._meet(self.control, _RECONNECT_TIMEOUT_S)
+        except (ExecutionError, OSError, MemoryError) as error:
+            logger.info("flows are not made again: %s", error)
+            made = False
+        if all(each for (each,) in self.control.all_gather_words([made])):
+            return True
+        for flow in self.flows.values():
+            flow.close()
+        self.flows = {}
+        return False
+
+    def _meet(self, channel: Channel, timeout_s: float) -> dict[int, tuple[Endpoint, ...]]:
+        """Connect with the ranks of other hosts; return where every rank listens."""
+        rank, nics = channel.rank, self._nics
         with ExitStack() as listening:
             listeners = [listening.enter_context(listen(nic)) for nic in nics]
             mine = _Announcement(
@@ -153,11 +185,10 @@ class Job:
                 peer: way(mine.endpoints, announced[peer].endpoints)
                 for peer in peers_of(self.nodes, rank)
             }
-            self.flows = connect(listeners, rank, ways, announced[0].nonce, _SETUP_TIMEOUT_S)
+            self.flows = connect(listeners, rank, ways, announced[0].nonce, timeout_s)
         for flow in self.flows.values():
             self._undo.callback(flow.close)
-        endpoints = {peer: each.endpoints for peer, each in enumerate(announced)}
-        self.nics = own_nics(self.nodes, endpoints)
+        return {peer: each.endpoints for peer, each in enumerate(announced)}
 
     def cut(self) -> None:
         """Close the groups, so that ranks which wait in them learn that this one has failed."""

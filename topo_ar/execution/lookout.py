@@ -4,6 +4,7 @@ import contextlib
 import os
 import select
 import time
+from collections.abc import Iterable
 
 from topo_ar.errors import ExecutionError
 from topo_ar.execution.guard import Failure, Reported, decode_failure, report_of
@@ -114,6 +115,10 @@ class Lookout:
         for flow in self._flows:
             flow.close()
         self._flows.clear()
+
+    def hear_from(self, flows: Iterable[Flow]) -> None:
+        """Listen to other flows from now on, for news only."""
+        self._flows = list(flows)
 
     def close(self) -> None:
         """Stop listening."""

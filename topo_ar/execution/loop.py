@@ -310,6 +310,9 @@ class Loop:
         except ExecutionError as error:
             if not (isinstance(error, LostTouch) or failure.own):
                 raise  # what broke was the first sign of it
+            told = error.failure if isinstance(error, Reported) else None
+            if told is not None and told.text.startswith(failure.text):
+                raise  # another one has put both together
             raise Reported(failure.and_then(error)) from None
 
     def _fall_back(self, failure: Failure | None) -> None:
@@ -321,6 +324,8 @@ class Loop:
                 "plain all-reduce from now on: %s", self.fallback.reason(self._job.nodes)
             )
         self._lookout.abandon_flows()
+        self._in_touch(self._job.reconnect)
+        self._lookout.hear_from(self._job.flows.values())
         self._open.clear()
         rest = [ticket for ticket in tickets if ticket.leave_fast_path(self.fallback.chunk)]
         self._incoming.extendleft(reversed(rest))

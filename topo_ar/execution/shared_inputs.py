@@ -58,6 +58,7 @@ class SharedInputs:
         self._node = node
         self._mine: dict[int, _Shared] = {}
         self._views: list[list[NDArray[np.uint8] | None]] = []
+        self._told = False
 
     def offer(self, tensor: torch.Tensor) -> int:
         """Move the storage of `tensor` into shared memory; return a descriptor for `register`.
@@ -73,13 +74,19 @@ class SharedInputs:
             except OSError:
                 return -1
             if storage.nbytes() + _SPARE_NBYTES > free.f_bavail * free.f_frsize:
-                logger.info("/dev/shm is too small to share a buffer of %d bytes", storage.nbytes())
-                return -1
+                return self._not_shared(
+                    f"/dev/shm is too small to share a buffer of {storage.nbytes()} bytes"
+                )
         try:
             return share_memory(storage)
         except RuntimeError as error:
-            logger.info("a buffer is not shared: %s", error)
-            return -1
+            return self._not_shared(str(error))
+
+    def _not_shared(self, why: str) -> int:
+        level = logging.INFO if self._told else logging.WARNING
+        logger.log(level, "%s; what is not shared is copied in", why)
+        self._told = True
+        return -1
 
     def register(self, tensor: torch.Tensor, fd: int) -> None:
         """Map the buffers that all ranks offer. Collective, on the communication thread.
