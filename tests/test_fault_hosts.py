@@ -16,7 +16,7 @@ from topo_ar.emulation.launch import start
 from topo_ar.emulation.spec import ClusterSpec
 from topo_ar.planning.schedule import Stage
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(150)]
 
 Row = dict[str, Any]
 
@@ -49,10 +49,10 @@ def _under(
         command = [sys.executable, "-m", "tests.fault_worker", str(timeout_s), str(seconds), plan]
         job = start(cluster, command, cwd=ROOT, on_line=on_line)
         for _ in range(2 * nodes):
-            assert running.acquire(timeout=30), "".join(said)
+            assert running.acquire(timeout=60), "".join(said)
         begin = time.monotonic()
         fault(cluster)
-        results = job.wait(40)
+        results = job.wait(60)
         assert not results.timed_out, "".join(said)
     assert len(rows) == 2 * nodes, "".join(said)
     return sorted(rows, key=lambda row: row["rank"]), begin
@@ -94,7 +94,7 @@ def test_a_host_without_link_ends_the_job_everywhere(fault, plan) -> None:
         assert f"in stage {row['stage']} of collective {row['collective']}" in text
         assert row["last"] == row["collective"] - 1
         assert f"last completed collective {row['last']}" in text
-        assert timeout_s * 0.9 < row["at"] - begin < timeout_s + 3.0, text
+        assert timeout_s * 0.9 < row["at"] - begin < timeout_s + 8.0, text
     last = max(row["at"] for row in rows)
     detection.note(f"{fault.__name__}, {plan}".strip("_"), [0, 0, 1, 1], last - begin, timeout_s)
 
@@ -103,7 +103,7 @@ def test_a_host_without_link_ends_the_job_everywhere(fault, plan) -> None:
 def test_three_nodes_name_the_one_that_is_cut_off() -> None:
     rows, begin = _under(_pull_the_cable, timeout_s=2.0, nodes=3)
     for row in rows:
-        assert 1.8 < row["at"] - begin < 6.0, row
+        assert 1.8 < row["at"] - begin < 10.0, row
         if row["rank"] in (0, 1, 4, 5):
             assert 1 in row["nodes"], row["text"]
 
@@ -148,7 +148,7 @@ def test_shared_memory_without_room_takes_nothing_but_zero_copy() -> None:
     with Cluster(ClusterSpec.uniform(1, 2), keep=[ROOT]) as cluster:
         cluster.run("host0", ["mount", "-o", "remount,size=1m", "/dev/shm"])
         command = [sys.executable, "-m", "tests.small_shm_worker"]
-        assert start(cluster, command, cwd=ROOT, on_line=on_line).wait(40).exit_code == 0, said
+        assert start(cluster, command, cwd=ROOT, on_line=on_line).wait(60).exit_code == 0, said
     assert sorted(row["rank"] for row in rows) == [0, 1]
     for row in rows:
         assert row["room"] <= 1 << 20
