@@ -165,7 +165,7 @@ def _forks_while_falling_back(rank: int, world_size: int, hosts: list[int]) -> l
 
             made._loop._recovery.agree = forks
         flying = [made.all_reduce(torch.ones(700_000)) for _ in range(4)]
-        while not all(future.done() for future in flying):
+        while not all(future.done() for future in flying) and len(children) < 10:
             fork()  # from the other thread
         totals = {float(future.wait()[-1]) for future in flying}
         found = [totals, made.fallbacks]
