@@ -29,8 +29,6 @@ def _check(ranks, waves: list[list[Job]]) -> None:
 
 @settings(
     max_examples=12,
-    derandomize=True,  # the two thousand below are drawn anew in each run
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # to shrink takes longer than a test may
     report_multiple_bugs=False,
@@ -50,7 +48,7 @@ def test_two_thousand_random_jobs(ranks, capsys) -> None:
     @seed(drawn)
     @settings(
         max_examples=10_000,
-        deadline=None,
+        derandomize=False,
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],

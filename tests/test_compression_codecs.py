@@ -62,7 +62,7 @@ def assert_laws(results, shards):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     nodes=st.integers(1, 6),
     shapes=st.lists(
@@ -203,7 +203,7 @@ def encode(bits, x):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     numel=st.integers(1, 700),
     seed=st.integers(0, 10**6),
@@ -346,7 +346,7 @@ def test_topk_two_shot_leaves_no_part_out():
 # --- random-k ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(numel=st.integers(1, 400), share=st.floats(0, 1), step=st.integers(0, 2**40))
 def test_random_indices_are_different_and_repeatable(numel, share, step):
     k = round(numel * share)

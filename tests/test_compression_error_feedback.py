@@ -49,7 +49,7 @@ def total_residual(feedback):
 
 
 @pytest.mark.parametrize("name", LOSSY)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(nodes=st.integers(1, 5), local=st.integers(1, 3), steps=st.integers(1, 5))
 def test_what_is_not_sent_is_kept(name, nodes, local, steps):
     whole = bucket("abcd")
@@ -302,7 +302,7 @@ def test_missing_names_the_gaps():
     assert [(g.begin, g.end, g.offset) for g in gaps] == [(50, 100, 7), (200, 300, 157)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     local=st.integers(1, 4),
     old=st.permutations("abcd"),

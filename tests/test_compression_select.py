@@ -35,7 +35,7 @@ def draw(kind, numel, seed):
     return x
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(
         ["normal", "zeros", "ties", "few", "subnormal", "sorted", "periodic", "hidden"]

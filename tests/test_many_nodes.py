@@ -77,7 +77,7 @@ def test_many_at_once_under_delays(ranks, family) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(FAMILIES),
     st.integers(3, 8),

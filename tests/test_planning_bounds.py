@@ -208,7 +208,7 @@ def graph_of(found, factor=1):
 
 
 @given(links(max_vertices=7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_gather_is_the_largest_quotient_of_all_cuts(case):
     found, ranks = case
     graph = graph_of(found)
@@ -264,7 +264,7 @@ def flow_program(found, ranks, multicast=(), reducing=()):
 
 
 @given(links(), st.booleans(), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_all_reduce_is_the_optimum_of_the_program_of_flows(case, copies, adds):
     found, ranks = case
     graph = graph_of(found)
@@ -278,7 +278,7 @@ def test_all_reduce_is_the_optimum_of_the_program_of_flows(case, copies, adds):
 
 
 @given(links(full_duplex=True))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_more_able_switches_only_help(case):
     found, ranks = case
     graph = graph_of(found)
@@ -294,7 +294,7 @@ def test_more_able_switches_only_help(case):
 
 
 @given(links(), st.fractions(F(1, 9), 9), st.randoms())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_scaling_scales_and_relabelling_changes_nothing(case, factor, shuffle):
     found, ranks = case
     names = list({v for edge in found for v in edge})
@@ -311,7 +311,7 @@ def test_scaling_scales_and_relabelling_changes_nothing(case, factor, shuffle):
 
 
 @given(links(full_duplex=True), st.randoms())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_removing_a_link_never_helps(case, shuffle):
     found, ranks = case
     a, b = shuffle.choice(list(found))

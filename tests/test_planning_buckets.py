@@ -38,7 +38,7 @@ def _parameters(sizes, dtypes=("float32",)):
     st.sampled_from([("float32",), ("float32", "bfloat16"), ("float64", "float32", "float32")]),
     st.sampled_from([None, 0.5, 1, 2, 3.3]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_buckets_are_torchs(sizes, dtypes, cap):
     """Meta tensors in reverse order, as the reducer hands them over after its first step."""
     parameters = _parameters(sizes, dtypes)

@@ -224,7 +224,7 @@ def _number(value):
 
 
 @given(any_levels(number=_number), _SIZES, _SECONDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_an_exact_policy_is_exact_and_nothing_is_below_its_limits(found, sizes, seconds):
     made = plan_training(found, _backward(sizes, seconds), caps_mib=(None, 1, 8))
     assert _codecs(made) == {"none"}
@@ -238,7 +238,7 @@ def test_an_exact_policy_is_exact_and_nothing_is_below_its_limits(found, sizes, 
 
 
 @given(any_levels(even=True, number=_number), _SIZES, _SECONDS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_codec_is_only_chosen_where_it_helps(found, sizes, seconds):
     made = plan_training(
         found, _backward(sizes, seconds), caps_mib=(None, 8), policy=parse_policy("int8,topk:0.01")

@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning_cases import any_levels, cluster, equal, rate
@@ -198,7 +198,6 @@ def test_shares_of_unequal_nodes(bandwidths, algbw, shares):
     assert len(limits) == len(bandwidths)
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 400), st.floats(1, 1e12)), min_size=1, max_size=6))
 def test_shares_tile_the_buffer_and_respect_every_node(bandwidths):
     seconds, _ = share_limits(bandwidths)
@@ -234,7 +233,6 @@ def racked_levels(draw):
 
 
 @given(racked_levels())
-@settings(deadline=None)
 def test_bound_with_racks_is_the_largest_over_all_ways_to_divide(levels):
     nodes, racks = levels.nodes, levels.racks
     if len(nodes) == 1:

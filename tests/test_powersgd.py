@@ -197,7 +197,7 @@ def test_the_cut_does_not_change_the_alternating_variant():
 # --- error feedback, local form ---
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),

@@ -122,7 +122,7 @@ def three_levels(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(three_levels())
 def test_racks_of_any_order_under_delays(ranks, case) -> None:
     hosts, plans = case

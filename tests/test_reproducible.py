@@ -43,7 +43,7 @@ def _jobs(draw):
     return nodes, *draw(kind), draw(st.integers(1, 9))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(_jobs())
 def test_kernels_of_any_hosts_add_up_the_tree(job) -> None:
     """What a rail does, without its messages: every host's rows, then the rest of the tree."""

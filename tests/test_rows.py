@@ -37,7 +37,7 @@ def exchange(tensors, num_nodes, num_local):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
@@ -119,7 +119,7 @@ def test_duplicates_and_local_ranks_cost_the_wire_nothing():
     assert sent(lists, num_local=2) == [8 + 5 * 68] * 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 4), st.floats(0, 1), st.integers(0, 99))
 def test_never_much_more_than_dense_or_than_a_plain_gather(num_nodes, density, seed):
     random = torch.Generator().manual_seed(seed)

@@ -34,7 +34,7 @@ ALONE = [
 ]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(even_stars(), st.sampled_from(ALONE), st.integers(1, 5))
 def test_without_contention_the_times_are_the_exact_ones(case, family, size):
     topology, n, g = case
@@ -46,7 +46,7 @@ def test_without_contention_the_times_are_the_exact_ones(case, family, size):
     assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(even_stars(), st.integers(1, 6))
 def test_pipelines_on_a_slow_network_end_exactly_too(case, chunks):
     topology, n, g = case
@@ -92,7 +92,7 @@ def placed(topology, nodes):
     return msgspec.structs.replace(topology, ranks=tuple(seats[r] for r in range(len(seats))))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(jobs())
 def test_folding_is_exact_and_bytes_are_those_of_the_schedule(job):
     schedule, topology, nodes = job
@@ -115,7 +115,7 @@ def test_folding_is_exact_and_bytes_are_those_of_the_schedule(job):
     assert all(use.busy <= 1 + 1e-9 for use in folded.links)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(jobs())
 def test_nothing_is_faster_than_the_exact_bound(job):
     schedule, topology, nodes = job

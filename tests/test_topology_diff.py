@@ -139,7 +139,7 @@ def test_networks_are_compared_by_tiers():
     assert any("infiniband x2 100 GB/s nominal between tiers 1 and 2" in d.says for d in found)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), nodes=st.integers(3, 6))
 def test_whatever_breaks_is_found_and_only_there(data, nodes):
     cluster = preset("dgx-a100", nodes=nodes)

@@ -377,7 +377,7 @@ def test_cut_files_are_one_message(name: str) -> None:
             read("".join(lines[:end]) + "\n")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(ALL), st.data())
 def test_flipped_bytes_are_a_topology_or_one_message(name: str, data: st.DataObject) -> None:
     raw = bytearray((DATA / name).read_bytes())

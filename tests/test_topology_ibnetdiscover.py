@@ -213,7 +213,7 @@ def test_cut_files_are_read_with_notes(name: str) -> None:
             assert any(" links" in note for note in read(text).notes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(ALL), st.data())
 def test_flipped_bytes_are_a_topology_or_one_message(name: str, data: st.DataObject) -> None:
     raw = bytearray((DATA / name).read_bytes())

@@ -141,7 +141,7 @@ def test_no_racks_where_a_rate_is_unknown_or_all_share_a_switch() -> None:
     assert levels(fabric([["l0"], ["l1"]], {"l0": [50e9], "l1": []})).racks == ()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=8))
 def test_racks_hold_each_node_once(homes: list[list[int]]) -> None:
     uplinks: dict[str, list[float | None]] = {f"l{i}": [1e9] for i in range(6)}

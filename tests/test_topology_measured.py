@@ -90,7 +90,7 @@ def test_a_tournament_is_rounds_of_disjoint_pairs_and_every_pair_once(size: int)
     assert sorted(met) == [(a, b) for a in range(size) for b in range(a + 1, size)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_hosts_of_shuffled_ranks_are_told(hosts: int, each: int, rng: random.Random) -> None:
     ranks = list(range(hosts * each))
@@ -130,7 +130,7 @@ def test_pairs_that_were_not_measured_are_no_contradiction() -> None:
     assert group_ranks(times(rates)).groups == ((0, 1), (2,))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.randoms(use_true_random=False), st.floats(0.3, 1.4))
 def test_racks_are_told_where_their_uplink_is_shared(rng: random.Random, uplink: float) -> None:
     hosts = list(range(6))

@@ -509,7 +509,7 @@ def test_files_cut_off_anywhere(name: str) -> None:
         read_or_refuse("".join(lines[:end]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     name=st.sampled_from(ALL),
     flips=st.lists(
@@ -523,7 +523,7 @@ def test_files_with_wrong_bytes(name: str, flips: list[tuple[float, int]]) -> No
     read_or_refuse(raw.decode("utf-8", "replace"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     name=st.sampled_from(ALL),
     where=st.floats(0, 1, exclude_max=True),

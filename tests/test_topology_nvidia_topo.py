@@ -393,7 +393,7 @@ def test_every_file_cut_off(name):
     survives_every_cut(name)
 
 
-@settings(max_examples=60, derandomize=True, deadline=2000)
+@settings(max_examples=60)
 @given(damaged(FILES))
 def test_every_file_with_bytes_flipped(text):
     survives(text)
@@ -402,7 +402,7 @@ def test_every_file_with_bytes_flipped(text):
 CELLS = st.sampled_from(["X", "PIX", "PXB", "PHB", "NODE", "SYS", "NV1", "NV18", "", "N/A"])
 
 
-@settings(max_examples=60, derandomize=True, deadline=2000)
+@settings(max_examples=60)
 @given(n=st.integers(1, 6), data=st.data())
 def test_any_cells(n, data):
     rows = [
@@ -412,7 +412,7 @@ def test_any_cells(n, data):
     survives(matrix(*rows, header="\t" + "\t".join(f"GPU{i}" for i in range(n)) + "\tCPU Affinity"))
 
 
-@settings(max_examples=80, derandomize=True, deadline=2000)
+@settings(max_examples=80)
 @given(n=st.integers(2, 7), data=st.data())
 def test_a_tree_is_never_nearer_than_printed(n, data):
     pairs = list(combinations(range(n), 2))

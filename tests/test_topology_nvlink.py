@@ -195,13 +195,13 @@ def test_every_file_cut_off(name):
     survives_every_cut(name)
 
 
-@settings(max_examples=100, derandomize=True, deadline=2000)
+@settings(max_examples=100)
 @given(damaged(FILES))
 def test_every_file_with_bytes_flipped(text):
     survives(text)
 
 
-@settings(max_examples=100, derandomize=True, deadline=2000)
+@settings(max_examples=100)
 @given(
     ends=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from(["03", "41", "ff"])),

@@ -427,7 +427,7 @@ RECORDING = msgspec.to_builtins(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(places(RECORDING)[1:]), st.sampled_from(ODD))
 def test_a_spoiled_recording_is_refused_or_concluded_from(tmp_path_factory, place, odd):
     spoiled = copy.deepcopy(RECORDING)

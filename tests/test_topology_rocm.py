@@ -106,7 +106,7 @@ def test_the_file_cut_off():
     assert said(topology, "NUMA node not known")
 
 
-@settings(max_examples=100, derandomize=True, deadline=2000)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_the_file_with_bytes_flipped(data):
     raw = bytearray(foreign(ARCHER2).read_bytes())

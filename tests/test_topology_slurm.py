@@ -212,7 +212,7 @@ def test_host_lists_that_are_too_long(hostlist):
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.integers(1, 4))
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=60)
 def test_expansion_is_what_was_listed(numbers, width):
     listed = ",".join(str(number).zfill(width) for number in numbers)
     assert expand(f"n[{listed}]", "f:1") == [f"n{str(number).zfill(width)}" for number in numbers]
@@ -332,7 +332,7 @@ def test_every_file_cut_off(name):
 SMALL = [name for name in FILES if "10000" not in name]
 
 
-@settings(max_examples=80, derandomize=True, deadline=2000)
+@settings(max_examples=80)
 @given(damaged(SMALL))
 def test_every_file_with_bytes_flipped(text):
     survives(text)
@@ -347,7 +347,7 @@ STARTS = [
 ]
 
 
-@settings(max_examples=150, derandomize=True, deadline=2000)
+@settings(max_examples=150)
 @given(
     text=st.text(max_size=200),
     start=st.sampled_from(["SwitchName=", "- topology: ", "\tGPU0\tGPU1\n", ""]),

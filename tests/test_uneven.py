@@ -110,13 +110,13 @@ def odd_plans(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(odd_plans())
 def test_plans_of_odd_weights_give_exact_sums_and_the_same_bits(ranks, case) -> None:
     _check_case(ranks, *case)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(odd_plans())
 def test_a_few_plans_of_odd_weights(ranks, case) -> None:
     _check_case(ranks, *case)
@@ -188,7 +188,7 @@ def test_chunks_inside_nodes_are_counted_alike_on_nodes_of_any_size() -> None:
 SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.sampled_from([5, 96, 1001]), st.integers(1, 3))
 def test_equal_shares_find_their_flows_in_jobs_of_any_size(sizes, numel, chunks) -> None:
     nodes = in_order(sizes)
