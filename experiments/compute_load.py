@@ -1,7 +1,7 @@
 """What do all-reduces take from ranks that compute meanwhile, and how long do these make them take?
 
 Command: python -m experiments.compute_load --out results/
-Minutes: 5 on two cores; --only runs one part, --quick shows that both run.
+Minutes: 10 on two cores; --only runs one part, --quick shows that both run.
 
 products: 2 hosts of 4 ranks with NICs of 1 Gbit/s; in every rank a second thread multiplies 384x384
 matrices without end while 25 MB are reduced by gloo, by the plan, and by the plan on shared
@@ -11,6 +11,11 @@ communication in the same round, times the seconds of a call, times the cores.
 step: one host of 8 ranks trains ResNet-18 by plain DDP, through the hook, through the hook with
 zero copy, through the hook held to the plain path, and without communication. Exposed communication
 is what a step takes longer than the last.
+
+auto-one-node, auto-slow, auto-fast: one host of 8 ranks, 2 hosts of 4 with NICs of 1 Gbit/s, 2
+hosts of 2 with 10 Gbit/s. What plan="auto" chooses in a training of its own, beside plain DDP, the
+hook held to the plain path and the hook held to the plan. Forced to the plain path no more than 1 %
+of a step may be lost, and what auto chooses may lose no more against plain DDP.
 
 Candidates take turns, and every round begins with another one. Each part writes load_PART.jsonl, a
 row a candidate; parts that are there already are not measured again. The table at the end holds the
@@ -32,6 +37,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from experiments.auto_choice_ranks import AUTO, measure_choice
 from experiments.compute_load_ranks import (
     COMPUTE,
     GLOO,
@@ -62,20 +68,33 @@ _DEADLINE_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One run on emulated hosts with NICs of 1 Gbit/s."""
+    """One run on emulated hosts."""
 
     nodes: int
     ranks: int
     minutes: float
     measure: Callable[[Settings], list[Record]]
+    nic: str = "1gbit"
 
 
 PARTS = {
     "products": Part(2, 4, 2, measure_products),
     "step": Part(1, 8, 3, measure_steps),
+    "auto-one-node": Part(1, 8, 2, measure_choice),
+    "auto-slow": Part(2, 4, 2, measure_choice),
+    "auto-fast": Part(2, 2, 1, measure_choice, "10gbit"),
 }
 
-QUICK = Settings(samples=2, warm_up=2, nbytes=1_000_000, idle_seconds=0.1, width=8, image_side=8)
+QUICK = Settings(
+    samples=2,
+    warm_up=2,
+    nbytes=1_000_000,
+    idle_seconds=0.1,
+    width=8,
+    image_side=8,
+    auto_width=8,
+    auto_trials=1,
+)
 
 
 def run_rank() -> None:
@@ -109,7 +128,7 @@ def _measure(name: str, settings: Settings, path: Path) -> None:
         lambda: EventReader(lambda event, row: rows.append(row), sys.stderr.write)
     )
     with open_cluster(
-        ClusterSpec.uniform(part.nodes, part.ranks, ["1gbit"]), keep=[ROOT]
+        ClusterSpec.uniform(part.nodes, part.ranks, [part.nic]), keep=[ROOT]
     ) as cluster:
         links = report(cluster)
         job = start(
@@ -155,6 +174,11 @@ def table(out: Path, *, quick: bool) -> Iterator[str]:
         path = path_of(out, name, quick=quick)
         if path.exists():
             yield from lines({row["candidate"]: row for row in read_records(path)})
+    for name in PARTS:
+        path = path_of(out, name, quick=quick)
+        if name.startswith(AUTO) and path.exists():
+            yield f"{name}:"
+            yield from choice_table(list(read_records(path)))
 
 
 def products_table(rows: dict[str, Record]) -> Iterator[str]:
@@ -191,6 +215,23 @@ def step_table(rows: dict[str, Record]) -> Iterator[str]:
         yield verdict(what, 1.2, exposed_interval, plain, rows[ours]["seconds"], compute)
     what, flat = f"{HOOK_FLAT}: plain DDP's step over ours", rows[HOOK_FLAT]["seconds"]
     yield verdict(what, 1 / 1.01, speedup_interval, plain, flat)
+
+
+def choice_table(rows: Sequence[Record]) -> Iterator[str]:
+    """Yield the lines of what auto chose, and of what it chose between."""
+    by_name = {row["candidate"]: row for row in rows}
+    for row in rows:
+        if row["candidate"] == AUTO:
+            yield f"{AUTO:16} {row['path']}: {row['reason']}"
+        else:
+            yield f"{row['candidate']:16} {1e3 * median(row['seconds']):8.1f} ms a step"
+    plain = by_name[PLAIN]["seconds"]
+    what, flat = f"{HOOK_FLAT}: plain DDP's step over ours", by_name[HOOK_FLAT]["seconds"]
+    yield verdict(what, 1 / 1.01, speedup_interval, plain, flat)
+    for path in dict.fromkeys(row["path"] for row in rows if row["candidate"] == AUTO):
+        what = f"{AUTO}, {path}: plain DDP's step over ours"
+        ours = by_name[HOOK if path == "planned" else HOOK_FLAT]["seconds"]
+        yield verdict(what, 1 / 1.01, speedup_interval, plain, ours)
 
 
 def core_seconds(row: Record, idle: Record) -> list[float]:

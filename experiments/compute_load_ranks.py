@@ -21,11 +21,11 @@ from topo_ar.telemetry.records import Record
 
 COMPUTE, GLOO, PLAN, ZERO_COPY = "compute", "gloo", "plan", "plan:zero-copy"
 PLAIN, HOOK, HOOK_ZERO_COPY, HOOK_FLAT = "plain DDP", "hook", "hook:zero-copy", "hook:flat"
-_LEARNING_RATE = 0.01
+LEARNING_RATE = 0.01
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank does; equal on all ranks. `width` is that of ResNet-18, `batch` per rank."""
+    """What a rank does; equal on all ranks. Widths are those of ResNet-18, `batch` is per rank."""
 
     samples: int = 20
     warm_up: int = 3
@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 1
     image_side: int = 16
     timeout_s: float = 120.0
+    auto_width: int = 32
+    auto_trials: int = 2
 
 
 class Load:
@@ -86,12 +88,12 @@ def measure_products(settings: Settings) -> list[Record]:
         }
         taken = {name: Samples() for name in calls}
         load = Load(settings.side)
-        for turns in _rounds(list(calls), settings.samples):
+        for turns in rounds(list(calls), settings.samples):
             for name in turns:
                 _sample(load, *calls[name], taken[name])
         load.stop()
-    seconds = _over_ranks([each.seconds for each in taken.values()], dist.ReduceOp.MAX)
-    rates = _over_ranks([each.products_per_second for each in taken.values()], dist.ReduceOp.SUM)
+    seconds = over_ranks([each.seconds for each in taken.values()], dist.ReduceOp.MAX)
+    rates = over_ranks([each.products_per_second for each in taken.values()], dist.ReduceOp.SUM)
     context = {
         "nbytes": settings.nbytes,
         "side": settings.side,
@@ -135,12 +137,12 @@ def measure_steps(settings: Settings) -> list[Record]:
     with ExitStack() as stack:
         trainees = _trainees(settings, stack)
         seconds: dict[str, list[float]] = {name: [] for name in (*trainees, COMPUTE)}
-        for turns in _rounds(list(seconds), settings.warm_up + settings.samples):
+        for turns in rounds(list(seconds), settings.warm_up + settings.samples):
             for name in turns:
                 silent = name == COMPUTE
                 trainee = trainees[PLAIN if silent else name]
                 seconds[name].append(trainee.step(batch, silent=silent))
-    slowest = _over_ranks(list(seconds.values()), dist.ReduceOp.MAX)
+    slowest = over_ranks(list(seconds.values()), dist.ReduceOp.MAX)
     nbytes = sum(p.nbytes for p in trainees[PLAIN].model.parameters())
     return [
         {"candidate": name, "seconds": each[settings.warm_up :], "gradient_nbytes": nbytes}
@@ -162,18 +164,19 @@ def _trainees(settings: Settings, stack: ExitStack) -> dict[str, Trainee]:
             stack.enter_context(
                 attach(model, plan=plan, zero_copy=zero_copy, timeout_s=settings.timeout_s)
             )
-        trainees[name] = Trainee(model, torch.optim.SGD(model.parameters(), _LEARNING_RATE))
+        trainees[name] = Trainee(model, torch.optim.SGD(model.parameters(), LEARNING_RATE))
     return trainees
 
 
-def _rounds(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
+def rounds(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
     """Yield the candidates in the order of each round: going first is no candidate's privilege."""
     for number in range(num_rounds):
         first = number % len(names)
         yield [*names[first:], *names[:first]]
 
 
-def _over_ranks(values: list[list[float]], op: "dist.ReduceOp.RedOpType") -> list[list[float]]:
+def over_ranks(values: list[list[float]], op: "dist.ReduceOp.RedOpType") -> list[list[float]]:
+    """Return figures, equally many of each, reduced over the ranks. Collective."""
     reduced = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(reduced, op)
     result: list[list[float]] = reduced.tolist()

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments import compute_load
+from experiments.auto_choice_ranks import AUTO
 from experiments.compute_load_ranks import (
     COMPUTE,
     GLOO,
@@ -19,7 +20,7 @@ from topo_ar.telemetry.records import RecordWriter
 
 TINY = Settings(
     samples=3, warm_up=1, nbytes=4000, side=128, idle_seconds=0.01, width=8, image_side=8,
-    timeout_s=20.0,
+    timeout_s=20.0, auto_width=8, auto_trials=1,
 )  # fmt: skip
 
 
@@ -43,6 +44,30 @@ def test_every_way_to_train_takes_its_turns(ranks):
     names = [row["candidate"] for row in results[0]]
     assert names == [PLAIN, HOOK, HOOK_ZERO_COPY, HOOK_FLAT, COMPUTE]
     assert all(len(row["seconds"]) == TINY.samples for row in results[0])
+
+
+def test_what_auto_chooses_stands_beside_what_it_chose_from(ranks):
+    results = ranks.run(_measured, 2, "auto-one-node", [0, 0], deadline_s=50.0)
+    assert results[0] == results[1]
+    assert [row["candidate"] for row in results[0]] == [AUTO, PLAIN, HOOK, HOOK_FLAT]
+    choice, *rows = results[0]
+    assert choice["path"] in {"planned", "plain"}
+    assert choice["steps"] in {16, 24, 32, 40}
+    assert choice["speedup"][1] <= choice["speedup"][0] <= choice["speedup"][2]
+    assert all(len(row["seconds"]) == TINY.samples for row in rows)
+
+
+def test_the_table_says_whether_auto_chose_well():
+    rows = [
+        {"candidate": AUTO, "path": "planned", "reason": "because"},
+        _row(PLAIN, 0.3),
+        _row(HOOK, 0.1),
+        _row(HOOK_FLAT, 0.4),
+    ]
+    *_, flat, ours = compute_load.choice_table(rows)
+    assert flat.split()[-4:] == ["0.750", "[0.750,", "0.750]", "MISS"]
+    assert ours.startswith("auto, planned")
+    assert ours.split()[-4:] == ["3.000", "[3.000,", "3.000]", "PASS"]
 
 
 def test_core_time_is_the_share_of_products_that_is_lost():
@@ -88,6 +113,6 @@ def test_parts_that_are_there_are_not_measured_again(tmp_path, monkeypatch, caps
     measured = []
     monkeypatch.setattr(compute_load, "_measure", lambda name, *rest: measured.append(name))
     compute_load.path_of(tmp_path, "products", quick=False).touch()
-    compute_load.run(list(compute_load.PARTS), tmp_path, quick=False)
+    compute_load.run(["products", "step"], tmp_path, quick=False)
     assert measured == ["step"]
     assert "step: 1 of 1, about 3 min left" in capsys.readouterr().out
