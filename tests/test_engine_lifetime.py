@@ -473,13 +473,13 @@ def _memory_after_close(rank: int, world_size: int) -> int:
         with communicator(rank, [0, 0, 1, 1], plan="hierarchical") as made:
             made.all_reduce(torch.ones(1_000_000)).wait()
             made.all_reduce_sync(torch.ones(10))
-            pipeline = made._loop.pipeline
+            kept = made._loop.pipeline.slots
             slots = [
-                *pipeline._partials,
-                *(s for each in pipeline._arrivals.values() for s in each),
+                *kept._partials,
+                *(s for each in kept._arrivals.values() for s in each),
             ]
             watched = [weakref.ref(slot) for slot in slots if slot.nbytes]
-            del pipeline, slots
+            del kept, slots
         del made
         assert watched
         return sum(slot() is not None for slot in watched)

@@ -1,6 +1,7 @@
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -231,3 +232,35 @@ def _sync_mixed(rank: int, world_size: int, hosts: list[int]) -> int:
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 0]], ids=str)
 def test_calls_driven_by_the_caller_keep_the_order(ranks, hosts) -> None:
     assert ranks.run(_sync_mixed, 4, hosts) == [0] * 4
+
+
+def _copied_in(rank: int, world_size: int, hosts: list[int]) -> list[int]:
+    numel = 250_000
+    with communicator(rank, hosts, plan="hierarchical") as made:
+        made.all_reduce_sync(torch.full((numel,), rank + 1, dtype=torch.int32))
+        slot = made._job.node.owned.segment.staging(0)[: 4 * numel].view(np.int32)
+        return [int(np.count_nonzero(part)) for part in np.split(slot, world_size)]
+
+
+def test_a_rank_copies_in_what_others_reduce_and_reads_the_rest_where_it_lies(ranks) -> None:
+    found = ranks.run(_copied_in, 2, blocks(1, 2))
+    assert found == [[0, 125_000], [125_000, 0]]
+
+
+def _recut(rank: int, world_size: int, hosts: list[int]) -> list[str]:
+    """Sizes and dtypes whose chunks share slots, in turn: views of one must not serve another."""
+    wrong = []
+    with communicator(rank, hosts, plan="hierarchical") as made:
+        for step in range(40):
+            dtype = (torch.float32, torch.int32, torch.float64)[step % 3]
+            numel = 60_000 + 512 * (step % 5)
+            tensor = _integers(rank + step, numel, dtype)
+            expected = sum(_integers(r + step, numel, dtype) for r in range(world_size))
+            if not torch.equal(made.all_reduce_sync(tensor), expected):
+                wrong.append(f"{dtype} {numel}")
+    return wrong
+
+
+@pytest.mark.parametrize("hosts", [blocks(1, 3), blocks(2, 2)], ids=str)
+def test_sizes_and_dtypes_take_turns_in_the_same_slots(ranks, hosts) -> None:
+    assert ranks.run(_recut, len(hosts), hosts) == [[]] * len(hosts)

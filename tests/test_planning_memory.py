@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.planning_cases import cluster
 from topo_ar.errors import ConfigError
-from topo_ar.execution import communicator, pipeline
+from topo_ar.execution import communicator, slots
 from topo_ar.execution.transports import segment
 from topo_ar.planning.codecs import NONE, Codec
 from topo_ar.planning.memory import (
@@ -96,7 +96,7 @@ def test_an_unknown_optimizer_is_explained():
 
 def test_the_planners_constants_are_the_engines():
     assert SEGMENT_SLOTS == segment.STAGING_SLOTS + segment.RESULT_SLOTS
-    assert SUM_SLOTS == pipeline.SUM_SLOTS
+    assert SUM_SLOTS == slots.SUM_SLOTS
     assert CPU_RUNTIME.max_chunk_nbytes == communicator.SLOT_NBYTES
     own = SEGMENT_HEADER_NBYTES + SEGMENT_SLOTS * communicator.SLOT_NBYTES
     assert segment.segment_nbytes(communicator.SLOT_NBYTES) == own

@@ -321,3 +321,13 @@ def test_planning_imports_nothing_heavy():
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_one_node_of_cpu_ranks_gets_as_few_chunks_as_its_slots_allow():
+    levels_of_one = cluster([8], 10e9, [1e9])
+    for nbytes, count in ((MIB, 1), (4 * MIB, 2), (25_000_000, 12)):
+        made = plan(levels_of_one, nbytes, runtime=CPU_RUNTIME, itemsize=4)
+        assert made.family is Family.HIERARCHICAL_PIPELINED
+        assert len(made.chunk_nbytes) == count
+        assert max(made.chunk_nbytes) <= CPU_RUNTIME.max_chunk_nbytes
+        assert sum(made.chunk_nbytes) == nbytes

@@ -3,9 +3,6 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from topo_ar.execution.kernels import Array, Kernel
 from topo_ar.execution.program import ChunkProgram
 from topo_ar.planning.schedule import Stage
@@ -30,7 +27,7 @@ class Collective:
     """One all-reduce in flight on this rank; `line` is set if it needs no lanes when they idle.
 
     `source` tells co-located ranks where this rank's input lies, see `SharedInputs`; `inputs` are
-    this rank's views of theirs, None for those that copy theirs to the staging slots.
+    those that this rank reads where they lie, by local rank: others lie in staging slots.
     """
 
     number: int
@@ -40,7 +37,7 @@ class Collective:
     buffer: Array
     line: "Line | None" = None
     source: int = 0
-    inputs: list[NDArray[np.uint8] | None] | None = None
+    inputs: dict[int, Array] | None = None
     first: int = 0
 
     @property

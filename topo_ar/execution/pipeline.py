@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from topo_ar.errors import ExecutionError
 from topo_ar.execution.errand import Errand
@@ -23,12 +22,11 @@ from topo_ar.execution.kernels import Array
 from topo_ar.execution.program import Segment
 from topo_ar.execution.relays import Relays
 from topo_ar.execution.shared_inputs import SharedInputs
+from topo_ar.execution.slots import SUM_SLOTS, Slots
 from topo_ar.execution.transports.segment import Counter
 from topo_ar.execution.transports.shm import Node
 from topo_ar.execution.transports.tcp import BadFrame, Flow, Kind
 from topo_ar.planning.schedule import Stage
-
-SUM_SLOTS = 4
 
 
 class Pipeline:
@@ -59,7 +57,7 @@ class Pipeline:
         self.node = node
         self.rank = rank
         self.flows = flows
-        self.slot_nbytes = slot_nbytes
+        self.slots = Slots(node, rank, flows, slot_nbytes)
         self.end = 0
         self.next_in = self.next_reduce = self.next_add = self.next_publish = self.next_out = 0
         self.finished: Callable[[Collective], None] = lambda collective: None
@@ -71,9 +69,6 @@ class Pipeline:
         self._next_free = 0
         self._frames = 0  # expected from peers or not yet sent to them
         self.chunks: dict[int, Chunk] = {}
-        self.growths = 0  # views of slots from before are of no use to the lanes
-        self._partials = [np.empty(0, np.uint8)] * SUM_SLOTS
-        self._arrivals = {peer: [np.empty(0, np.uint8)] * SUM_SLOTS for peer in flows}
 
     @property
     def busy(self) -> bool:
@@ -127,13 +122,9 @@ class Pipeline:
         self._frames = 0
 
     def release(self) -> None:
-        """Give slots back at once, not when the garbage collector comes to it; nothing runs again.
-
-        What is in memory of its own, for the node's and the peers' partials, may be many megabytes.
-        """
+        """Give slots back; nothing runs again."""
         self.chunks.clear()
-        self._partials.clear()
-        self._arrivals.clear()
+        self.slots.release()
 
     def turn(self) -> bool:
         """Try every lane once, nearest to the wire first; return whether anything moved."""
@@ -169,17 +160,24 @@ class Pipeline:
             collective = chunk.collective
             node.announce(collective.number, collective.fingerprint, collective.source)
         if node.peers and not chunk.collective.source:
-            source = self._input(chunk, chunk.program.begin, chunk.program.end)
-            slot = node.owned.segment.staging(index)
             begin = time.monotonic()
-            np.copyto(slot[: source.nbytes].view(source.dtype), source)
+            program = chunk.program
+            self._stage(index, chunk, program.begin, program.shard_begin)
+            self._stage(index, chunk, program.shard_end, program.end)
             self.span(Stage.INTRA_REDUCE_SCATTER, index, "copy in", begin)
         self.next_in = index + 1
         node.advance(Counter.COPIED_IN, self.next_in)
-        if node.least(Counter.COPIED_IN) <= index:
-            # Ranks that share this core shall bring this chunk before this one brings the next.
+        if self.flows and node.least(Counter.COPIED_IN) <= index:
+            # Ranks that share this core shall bring this chunk before this one brings the next, for
+            # the wire not to wait.
             os.sched_yield()
         return True
+
+    def _stage(self, index: int, chunk: Chunk, begin: int, end: int) -> None:
+        """Copy a part of the input that is another rank's shard to where that rank reads it."""
+        if end > begin:
+            slot = self.slots.staged(index, chunk, begin, end)[self.node.local_rank]
+            np.copyto(slot, chunk.collective.buffer[begin:end])
 
     def _reduce(self) -> bool:
         index, node = self.next_reduce, self.node
@@ -204,16 +202,15 @@ class Pipeline:
         before = self.chunks.get(index - SUM_SLOTS)
         return before is None or (before.added and before.unsent == 0)
 
-    def _inputs(self, collective: Collective) -> list[NDArray[np.uint8] | None]:
-        """Return views of what the co-located ranks did not copy to their staging slots."""
-        found: list[NDArray[np.uint8] | None] = []
-        for local, source in enumerate(self.node.sources(collective.number)):
-            if not source:
-                found.append(None)
-            elif local == self.node.local_rank:
-                found.append(collective.buffer.view(np.uint8))
-            else:
-                found.append(self.shared.view(local, source, collective.buffer.nbytes))
+    def _inputs(self, collective: Collective) -> dict[int, Array]:
+        """Return the inputs that this rank reads where they lie, by local rank."""
+        buffer = collective.buffer
+        found = {
+            local: self.shared.view(local, source, buffer.nbytes).view(buffer.dtype)
+            for local, source in enumerate(self.node.sources(collective.number))
+            if source and local != self.node.local_rank
+        }
+        found[self.node.local_rank] = buffer
         return found
 
     def check_fingerprints(self, collective: Collective) -> None:
@@ -232,21 +229,15 @@ class Pipeline:
         program, collective = chunk.program, chunk.collective
         begin, end = program.shard_begin, program.shard_end
         kernel = collective.kernel
-        if self.node.peers:
-            assert collective.inputs is not None
-            sources = [
-                self._slice(segment.staging(index), chunk, begin, end)
-                if whole is None
-                else whole.view(kernel.storage)[begin:end]
-                for segment, whole in zip(self.node.segments, collective.inputs, strict=True)
-            ]
-        else:
-            sources = [self._input(chunk, begin, end)]
+        assert collective.inputs is not None
+        sources = list(self.slots.staged(index, chunk, begin, end))
+        for local, whole in collective.inputs.items():
+            sources[local] = whole[begin:end]
         if program.is_inside:
-            out = self.result(index, chunk, begin, end)
+            out = self.slots.result(index, chunk, begin, end)
             kernel.reduce_all(out, sources)
             return
-        partial = self.partial(index, chunk)
+        partial = self.slots.partial(index, chunk)
         kernel.reduce_in_node(partial, sources)
         chunk.wire_begin = chunk.wire_begin or time.monotonic()
         if program.relay is not None:
@@ -278,12 +269,12 @@ class Pipeline:
         first = chunk.program.shard_begin
         started = time.monotonic()
         sources = [
-            kernel.piece(self.partial(index, chunk), begin - first, end - first)
+            kernel.piece(self.slots.partial(index, chunk), begin - first, end - first)
             if peer == self.rank
-            else self._arrival(peer, index, chunk, segment).view(kernel.partial)
+            else self.slots.arrival(peer, index, chunk, segment).view(kernel.partial)
             for peer in segment.rail
         ]
-        out = self.result(index, chunk, begin, end)
+        out = self.slots.result(index, chunk, begin, end)
         kernel.reduce_between(out, sources, segment.rail)
         self.span(segment.stage, index, "add", started)
         if segment.parts:
@@ -308,8 +299,8 @@ class Pipeline:
             if node.value(Counter.PUBLISHED, owner) <= index:
                 return False
         begin = time.monotonic()
-        target = self._input(chunk, program.begin, program.end)
-        np.copyto(target, self.result(index, chunk, program.begin, program.end))
+        target = chunk.collective.buffer[program.begin : program.end]
+        np.copyto(target, self.slots.result(index, chunk, program.begin, program.end))
         self.next_out = index + 1
         self.span(Stage.INTRA_ALL_GATHER, index, "copy out", begin)
         chunk.copied_out = True
@@ -354,10 +345,10 @@ class Pipeline:
             if not self.node.result_free(index):
                 return None
             begin, end = place.parts[place.rail.index(flow.rank)]
-            return self.result(index, chunk, begin, end).data.cast("B")
+            return self.slots.result(index, chunk, begin, end).data.cast("B")
         if not self.arrival_free(index):
             return None
-        return self._arrival(flow.rank, index, chunk, place).data
+        return self.slots.arrival(flow.rank, index, chunk, place).data
 
     def arrived(self, flow: Flow, kind: int, index: int) -> None:
         """Count a complete frame."""
@@ -422,51 +413,11 @@ class Pipeline:
         self._next_free = after
         self.node.advance(Counter.COPIED_OUT, after)
 
-    def _input(self, chunk: Chunk, begin: int, end: int) -> Array:
-        return chunk.collective.buffer[begin:end]
-
-    def _slice(self, slot: NDArray[np.uint8], chunk: Chunk, begin: int, end: int) -> Array:
-        kernel, first = chunk.collective.kernel, chunk.program.begin
-        itemsize = kernel.itemsize
-        return slot[(begin - first) * itemsize : (end - first) * itemsize].view(kernel.storage)
-
-    def result(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
-        """Return elements of the result of a chunk, where the node has it."""
-        return self._slice(self.node.result(index), chunk, begin, end)
-
-    def partial(self, index: int, chunk: Chunk) -> Array:
-        """Return the slot of the node's partial of a chunk, of this rank's shard."""
-        kernel, program = chunk.collective.kernel, chunk.program
-        nbytes = (program.shard_end - program.shard_begin) * kernel.partial_nbytes(self.rank)
-        slot = self._grown(self._partials, index % SUM_SLOTS, max(nbytes, self.slot_nbytes))
-        return slot[:nbytes].view(kernel.partial)
-
     def arrival_free(self, index: int) -> bool:
         """Tell whether the slots for what arrives of chunk `index` to be added are free."""
         return index < self.next_add + SUM_SLOTS
-
-    def sum_slot(self, index: int) -> NDArray[np.uint8]:
-        """Return where the node's partial of chunk `index` is kept until it is sent."""
-        return self._grown(self._partials, index % SUM_SLOTS, self.slot_nbytes)
-
-    def _arrival(self, peer: int, index: int, chunk: Chunk, segment: Segment) -> NDArray[np.uint8]:
-        itemsize = chunk.collective.kernel.partial_nbytes(peer)
-        # Room for all segments at once: growing would lose those that are here already.
-        nbytes = chunk.program.arriving_numel * itemsize
-        slot = self.arrival_slot(peer, index, nbytes)
-        return slot[segment.arrive_begin * itemsize : segment.arrive_end * itemsize]
-
-    def arrival_slot(self, peer: int, index: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return at least `nbytes` bytes for what `peer` sends of chunk `index` to be added."""
-        return self._grown(self._arrivals[peer], index % SUM_SLOTS, nbytes)
 
     def span(self, stage: Stage, index: int, what: str, begin: float) -> None:
         """Record what was done since `begin`, if that is asked for."""
         if self.spans is not None:
             self.spans.append(Span(stage, index, what, begin, time.monotonic()))
-
-    def _grown(self, slots: list[NDArray[np.uint8]], at: int, nbytes: int) -> NDArray[np.uint8]:
-        if slots[at].nbytes < nbytes:
-            slots[at] = np.empty(nbytes, np.uint8)
-            self.growths += 1
-        return slots[at]

@@ -62,7 +62,7 @@ class Relays:
         if place.result:
             if not pipeline.node.result_free(index):
                 return None
-            return pipeline.result(index, chunk, place.begin, place.end).data.cast("B")
+            return pipeline.slots.result(index, chunk, place.begin, place.end).data.cast("B")
         if not pipeline.arrival_free(index):
             return None
         size = place.end - place.begin
@@ -113,7 +113,7 @@ class Relays:
             for peer in each.members
         ]
         if final:
-            result = pipeline.result(index, chunk, each.begin, each.end)
+            result = pipeline.slots.result(index, chunk, each.begin, each.end)
             kernel.reduce_between(result, sources, each.members)
         else:
             kernel.reduce_partials(own, sources)
@@ -121,13 +121,13 @@ class Relays:
 
     def _own(self, index: int, chunk: Chunk, begin: int, end: int) -> Array:
         first = chunk.program.shard_begin
-        return self._pipeline.partial(index, chunk)[begin - first : end - first]
+        return self._pipeline.slots.partial(index, chunk)[begin - first : end - first]
 
     def _arrival(
         self, peer: int, index: int, chunk: Chunk, relay: Relay, begin: int, size: int
     ) -> NDArray[np.uint8]:
         itemsize = chunk.collective.kernel.itemsize
-        slot = self._pipeline.arrival_slot(peer, index, relay.arriving_numel * itemsize)
+        slot = self._pipeline.slots.arrivals(peer, index, relay.arriving_numel * itemsize)
         return slot[begin * itemsize : (begin + size) * itemsize]
 
     def _send_sums(self, index: int, chunk: Chunk, sends: Sequence[Sending]) -> None:
@@ -137,5 +137,5 @@ class Relays:
 
     def _send_results(self, index: int, chunk: Chunk, sends: Sequence[Sending]) -> None:
         for each in sends:
-            piece = self._pipeline.result(index, chunk, each.begin, each.end)
+            piece = self._pipeline.slots.result(index, chunk, each.begin, each.end)
             self._pipeline.send(each.peer, Kind.RESULT, index, chunk, piece, each.number)

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from topo_ar.execution.flight import Chunk, Collective
 from topo_ar.execution.futex import Sleep
 from topo_ar.execution.kernels import Array, Kernel
-from topo_ar.execution.pipeline import SUM_SLOTS, Pipeline
+from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.program import ChunkProgram
+from topo_ar.execution.slots import SUM_SLOTS
 from topo_ar.execution.transports.segment import (
     FINGERPRINT_SLOTS,
     FUTEX,
@@ -101,15 +102,15 @@ class Line:
         self.payloads: list[memoryview] = []
         self.arrivals: list[list[memoryview]] = []
         for slot in range(SUM_SLOTS if self.flows else 0):
-            total = view(pipeline.sum_slot(slot))
+            total = view(pipeline.slots.sum(slot))
             places = {
-                f.rank: view(pipeline.arrival_slot(f.rank, slot, self.nbytes)) for f in self.flows
+                f.rank: view(pipeline.slots.arrivals(f.rank, slot, self.nbytes)) for f in self.flows
             }
             self.totals.append(total)
             self.terms.append([places.get(peer, total) for peer in self.rail])
             self.payloads.append(total.data.cast("B"))
             self.arrivals.append([places[f.rank].data.cast("B") for f in self.flows])
-        self.growths = pipeline.growths
+        self.growths = pipeline.slots.growths
 
 
 class Straight:
@@ -155,7 +156,7 @@ class Straight:
             collective = collective_of(line, number, pointer)
             pipeline.enqueue(collective)
             return collective
-        if line.growths != pipeline.growths:
+        if line.growths != pipeline.slots.growths:
             line.look(pipeline)
         mine, after = self._mine, index + 1
         mine[_FINGERPRINTS + number % FINGERPRINT_SLOTS] = line.fingerprint

@@ -282,9 +282,15 @@ def _chunks(setting: Setting, family: Family, nbytes: int) -> tuple[tuple[int, .
 
 
 def _cut(setting: Setting, family: Family, nbytes: int) -> tuple[int, ...]:
-    """Cut for a pipeline: tapered, or into the best number of equal chunks where that is fewer."""
+    """Cut for a pipeline: tapered, or into the best number of equal chunks where that is fewer.
+
+    Inside one node of CPU ranks there are as few chunks as its slots allow.
+    """
     stages, align = setting.pipeline(family), setting.align_nbytes
     limit = setting.runtime.max_chunk_nbytes
+    if setting.parameters.num_nodes == 1 and setting.runtime.chunk_seconds is not None:
+        # Without a wire, stages do not overlap: the rank itself does one after the other.
+        return equal_chunks(nbytes, 1, align, limit)
     chunks = tapered_chunks(nbytes, align, limit)
     count = stages.best_chunk_count(nbytes)
     if count < len(chunks):
