@@ -281,7 +281,7 @@ def _killed_after(rank: int, world_size: int, hosts: list[int]) -> tuple[str, tu
             faults.before_chunk(made, "_copy_in", 1, faults.fails(MemoryError))
         try:
             while True:
-                made.all_reduce(torch.ones(300_000)).wait()
+                made.all_reduce(torch.ones(3_000_000)).wait()
                 if made.fallbacks and rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
         except ExecutionError as error:
