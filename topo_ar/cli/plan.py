@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from topo_ar.cli.plan_training import Training, plan_step, step_json, step_text
+from topo_ar.cli.plan_training import (
+    BackwardSeconds,
+    Params,
+    TraceFile,
+    Training,
+    plan_step,
+    step_json,
+    step_text,
+)
 from topo_ar.cli.topology_source import (
     FabricKind,
     Nics,
@@ -107,17 +115,9 @@ def plan(
             "bert-large, or a file with a line name,shape for each parameter."
         ),
     ] = None,
-    params: Annotated[
-        str | None, typer.Option(help="The same for a number of parameters, such as 340M.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="The same for a bucket trace (handle.trace().write(path))."),
-    ] = None,
-    backward_seconds: Annotated[
-        float | None,
-        typer.Option(help="Length of backward; by default as long as the communication."),
-    ] = None,
+    params: Params = None,
+    trace: TraceFile = None,
+    backward_seconds: BackwardSeconds = None,
     policy: Annotated[
         str | None,
         typer.Option(

@@ -9,7 +9,9 @@ With ``--json`` the output is one object: ``training`` with the keys of `Trainin
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from topo_ar.errors import ConfigError
 from topo_ar.units import parse_size
@@ -23,6 +25,18 @@ if TYPE_CHECKING:
     from topo_ar.planning.training_plan import TrainingPlan
     from topo_ar.topology.levels import Levels
     from topo_ar.topology.model import Topology
+
+Params = Annotated[
+    str | None, typer.Option(help="The same for a number of parameters, such as 340M.")
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(help="The same for a bucket trace (handle.trace().write(path))."),
+]
+BackwardSeconds = Annotated[
+    float | None,
+    typer.Option(help="Length of backward; by default as long as the communication."),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from topo_ar.cli.plan_training import Training
+from topo_ar.cli.plan_training import BackwardSeconds, Params, TraceFile, Training
 from topo_ar.cli.simulate_step import (
     StepOptions,
     print_step,
@@ -61,13 +61,8 @@ def simulate(
         str | None,
         typer.Option(help="Simulate a training step of this model (as for `topo-ar plan`)."),
     ] = None,
-    params: Annotated[
-        str | None, typer.Option(help="The same for a number of parameters, such as 340M.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="The same for a bucket trace (handle.trace().write(path))."),
-    ] = None,
+    params: Params = None,
+    trace: TraceFile = None,
     dtype: Annotated[str | None, typer.Option(help="Of gradients; float32 by default.")] = None,
     mode: Annotated[
         str, typer.Option(help="Plans of the buckets: auto, hierarchical or flat.")
@@ -82,10 +77,7 @@ def simulate(
     forward_seconds: Annotated[
         float | None, typer.Option(help="Length of forward; by default half of backward.")
     ] = None,
-    backward_seconds: Annotated[
-        float | None,
-        typer.Option(help="Length of backward; by default as long as the communication."),
-    ] = None,
+    backward_seconds: BackwardSeconds = None,
     optimizer_seconds: Annotated[float, typer.Option(help="Length of the optimizer's step.")] = 0.0,
     copy_bandwidth: Annotated[
         str | None,

@@ -141,19 +141,15 @@ class Straight:
         sources = line.sources[index % STAGING_SLOTS]
         result = line.results[index % RESULT_SLOTS]
         with np.errstate(all="ignore"):
-            if line.flows:
+            if line.flows or line.legs:
                 kernel.reduce_in_node(line.totals[index % SUM_SLOTS], sources)
                 mine[_REDUCED] = after
-                left = self._exchange(line, index, number, pointer)
+                exchange = self._exchange if line.flows else self._relay
+                left = exchange(line, index, number, pointer)
                 if left is not None:
                     return left
-                kernel.reduce_between(result, line.terms[index % SUM_SLOTS], line.rail)
-            elif line.legs:
-                kernel.reduce_in_node(line.totals[index % SUM_SLOTS], sources)
-                mine[_REDUCED] = after
-                left = self._relay(line, index, number, pointer)
-                if left is not None:
-                    return left
+                if line.flows:
+                    kernel.reduce_between(result, line.terms[index % SUM_SLOTS], line.rail)
             else:
                 kernel.reduce_all(result, sources)
                 mine[_REDUCED] = after

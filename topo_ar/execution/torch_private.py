@@ -152,7 +152,6 @@ def plain_group(request: BackendRequest) -> tuple["dist.ProcessGroup", dict[str,
     They are gloo, and for CUDA tensors NCCL where torch has it. With ``TORCH_DISTRIBUTED_DEBUG``
     at ``DETAIL`` they compare their calls between ranks, as in torch's own groups.
     """
-    types = dist.ProcessGroup.BackendType
     place = request.group_rank, request.group_size
     # Not under the group's own names, which are another backend's where one follows.
     store = PrefixStore("topo", request.store)
@@ -171,10 +170,8 @@ def plain_group(request: BackendRequest) -> tuple["dist.ProcessGroup", dict[str,
             nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), *place, options)
             nccl._set_sequence_number_for_group()
             made["cuda"] = nccl
-    group: dist.ProcessGroup = dist.ProcessGroup(store, *place)
-    group._set_default_backend(types.GLOO)
-    for device, backend in made.items():
-        if debugs_in_detail():
+    if debugs_in_detail():
+        for device, backend in made.items():
             made[device] = _create_process_group_wrapper(
                 wrapped_pg=backend,
                 store_prefix=f"{request.group_id}/{device}",
@@ -183,14 +180,14 @@ def plain_group(request: BackendRequest) -> tuple["dist.ProcessGroup", dict[str,
                 world_size=request.group_size,
                 timeout=request.timeout,
             )
-        kind = types.GLOO if backend is gloo else types.NCCL
-        group._register_backend(torch.device(device), kind, made[device])
+    group: dist.ProcessGroup = dist.ProcessGroup(store, *place)
+    adopt_backends(group, made)
     group._set_group_name(dist.GroupName(request.group_id))
     return group, made
 
 
 def adopt_backends(group: "dist.ProcessGroup", backends: Mapping[str, Any]) -> None:
-    """Let torch find the backends of a plain group in another one, whose defaults they are."""
+    """Let torch find backends in `group`, whose defaults they are, by type of device."""
     types = dist.ProcessGroup.BackendType
     group._set_default_backend(types.GLOO)
     for device, backend in backends.items():

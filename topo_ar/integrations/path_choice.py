@@ -299,9 +299,8 @@ def _only_path(
     if communicator.plain_reason is not None:
         return PathChoice(str(Path.PLAIN), communicator.plain_reason, since_step=0)
     if plan != "auto":
-        flat = (plan.family if isinstance(plan, Plan) else plan) in ("flat", Family.FLAT_RING)
         name = plan.family if isinstance(plan, Plan) else plan
-        path = Path.PLAIN if flat else Path.PLANNED
+        path = Path.PLAIN if name in ("flat", Family.FLAT_RING) else Path.PLANNED
         return PathChoice(str(path), f"plan={name} was asked for", since_step=0)
     if compression is not None and compression.stays_exact is False:
         return PathChoice(str(Path.PLANNED), _COMPRESSED, since_step=0)
