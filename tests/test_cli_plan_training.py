@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from topo_ar.cli.main import app
@@ -128,6 +129,7 @@ def test_a_training_step_is_planned_without_torch():
 
 
 def test_codec_costs_measured_here_replace_the_assumed_ones():
+    threads = torch.get_num_threads()
     result = _run(
         "cpu-host", "--nodes", 2, "--params", "1M", "--policy", "int8", "--measure-codecs", "--json"
     )
@@ -135,6 +137,7 @@ def test_codec_costs_measured_here_replace_the_assumed_ones():
     made = json.loads(result.stdout)["training"]
     assert made["notes"][0] == "Codec costs are measured on one core of this machine."
     assert made["codecs"][0]["slope"] > 0
+    assert torch.get_num_threads() == threads
 
 
 def test_nothing_to_measure_is_said():

@@ -134,8 +134,12 @@ def _measured(codecs: "Sequence[Codec]", num_nodes: int) -> "CodecCosts":
 
     if not codecs:
         raise ConfigError("--measure-codecs measures the codecs of --policy, which allows none")
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank has them under torchrun
-    found = measure_costs(codecs, num_nodes)
+    try:
+        found = measure_costs(codecs, num_nodes)
+    finally:
+        torch.set_num_threads(threads)
     return CPU_COSTS.with_measured([found], "measured on one core of this machine")
 
 
