@@ -1,7 +1,7 @@
 """How near does the planned all-reduce come to the limit of the wire, and where does it win?
 
 Command: python -m experiments.02_limits --out results/
-Minutes: 24 on two cores; --list says what each group takes, --only runs some, --quick shows that
+Minutes: 36 on two cores; --list says what each group takes, --only runs some, --quick shows that
 all of them run.
 
 Each group is a run on emulated hosts with interleaved samples and writes wire_GROUP.jsonl; groups
@@ -64,20 +64,31 @@ class Target:
 
 GROUPS = (
     Group("small", "2x4", "1gbit", "4K,64K", ("gloo", _HAN), minutes=1),
+    Group("sweep", "2x4", "1gbit", "1K,16K,256K", ("gloo", _HAN), 10, 1.5),
     Group("large", "2x4", "1gbit", "1M,4M,25MB", ("gloo", _HAN), minutes=3),
     Group("largest", "2x4", "1gbit", "100MB", ("gloo", _HAN), 10, 2),
     Group("defaults", "2x4", "1gbit", "4M,25MB", ("gloo", _MPI), 10, 2),
     Group("fast", "2x4", "10gbit", "25MB", ("gloo", _HAN, "plan:zero-copy"), minutes=1.5),
     Group("four-nodes", "4x2", "1gbit", "64K,4M,25MB", ("gloo", _HAN), minutes=2.5),
+    Group("four-by-four", "4x4", "1gbit", "64K,4M,25MB", ("gloo", _HAN), 10, 3),
     Group("two-ranks", "2x2", "1gbit", "64K,4M,25MB", ("gloo", _HAN), minutes=2),
+    Group("two-ranks-fast", "2x2", "2.5gbit", "25MB", ("gloo", _HAN), 10, 1),
     Group("one-node", "1x8", "1gbit", "64K,4M,25MB", ("gloo", _HAN), minutes=1),
     Group("slow-wire", "2x4", "500mbit", "64K,4M,25MB", ("gloo", _HAN), 10, 2),
+    Group("slow-two-ranks", "2x2", "500mbit", "64K,4M,25MB", ("gloo", _HAN), 10, 2),
+    Group("slow-four-nodes", "4x2", "500mbit", "64K,4M,25MB", ("gloo", _HAN), 10, 3),
+    Group("uneven-small", "uneven_4_2_2.toml", "", "64K,4M", ("gloo", _HAN), 10, 1),
     Group("uneven", "uneven_4_2_2.toml", "", "25MB", ("gloo", "plan:equal"), minutes=2),
     Group("slow-nic", "slow_nic_4x2.toml", "", "25MB", ("gloo", "plan:equal"), minutes=2),
     Group("alternating", "alternating_2x4.toml", "", "25MB", ("gloo",), 10, 2),
     # Without pipelining a buffer is one chunk, which has to fit a slot of shared memory.
     Group(
-        "ablation", "2x4", "1gbit", "1M,2M", ("plan:hierarchical_sequential", "plan:zero-copy"), 10
+        "ablation",
+        "2x4",
+        "1gbit",
+        "1M,2M",
+        ("plan:hierarchical_sequential", "plan:zero-copy", "plan:no-shared-memory"),
+        10,
     ),
 )
 

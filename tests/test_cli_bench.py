@@ -118,6 +118,14 @@ def test_other_plans_are_measured_beside_the_plan(ranks):
     assert all(row["model_seconds"] > 0 for row in rows)
 
 
+def test_the_plan_without_shared_memory_takes_every_rank_for_a_node(ranks):
+    separate = "plan:no-shared-memory"
+    rows, _ = rows_of(ranks, blocks(1, 2), sizes=(40_000,), iterations=1, against=(separate,))
+    assert [(row["candidate"], row["wrong"]) for row in rows] == [("plan", 0), (separate, 0)]
+    assert rows[1]["family"] != rows[0]["family"]
+    assert rows[1]["plan_hash"] != rows[0]["plan_hash"]
+
+
 def test_a_plan_that_cannot_be_asked_for_is_named():
     ended = bench("--emulate", "1x2", "--against", "plan:tree")
     assert ended.returncode == 2

@@ -57,7 +57,7 @@ def bench(
         typer.Option(
             "--against",
             help="Beside gloo, separated by commas: plan:equal (equal shares), plan:zero-copy "
-            "(buffers in shared memory), plan:FAMILY, "
+            "(buffers in shared memory), plan:no-shared-memory (every rank a node), plan:FAMILY, "
             "openmpi, openmpi-han (these need --emulate, Open MPI 4 and the extra mpi).",
         ),
     ] = "gloo",
@@ -181,10 +181,10 @@ def _peers(text: str) -> list[str]:
     known: tuple[str, ...] = ("gloo", *OPENMPI)
     peers = [peer for peer in text.split(",") if peer]
     if any(peer.startswith("plan:") for peer in peers):
-        from topo_ar.execution.benchmark import ZERO_COPY
+        from topo_ar.execution.benchmark import SEPARATE, ZERO_COPY
         from topo_ar.execution.plans import MODES
 
-        known += (*(f"plan:{mode}" for mode in MODES), ZERO_COPY)
+        known += (*(f"plan:{mode}" for mode in MODES), ZERO_COPY, SEPARATE)
     for peer in peers:
         if peer not in known:
             raise ConfigError(f"--against {peer!r} is not one of {', '.join(known)}")

@@ -4,6 +4,7 @@ A sample is the mean of a few back-to-back calls after one untimed call, so that
 from credit that an idle link has saved up; a lone sample is one call after a pause.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,12 +22,14 @@ from topo_ar.execution.flight import Span
 from topo_ar.execution.machine_load import CpuTicks, busy_share, cpu_ticks
 from topo_ar.execution.orders import PeerPlace
 from topo_ar.execution.peer import Peer
+from topo_ar.execution.transports.segment import HOST_ID_ENV
 from topo_ar.planning.calibration import predict_seconds
 from topo_ar.planning.plan import Plan
 from topo_ar.telemetry.metrics import algbw, busbw, slow_link_busbw
 
 PLANNED = "plan:"
 ZERO_COPY = "plan:zero-copy"
+SEPARATE = "plan:no-shared-memory"
 LONE_LIMIT_NBYTES = 256 << 10
 _LONE_PAUSE_S = 0.01
 _SAMPLE_S = 0.25
@@ -44,9 +47,10 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Sizes from `large_nbytes` up take `large_iterations` samples where that is given. One planned
     all-reduce of `trace_nbytes` is recorded span by span. `against` names what the plan is measured
-    against in this job: ``gloo``, `PLANNED` and a mode of `Communicator` such as ``plan:equal``, or
-    `ZERO_COPY`, the plan on buffers in shared memory. `peers` are jobs of other libraries that
-    take turns with this one.
+    against in this job: ``gloo``, `PLANNED` and a mode of `Communicator` such as ``plan:equal``,
+    `ZERO_COPY`, the plan on buffers in shared memory, or `SEPARATE`, what is planned where every
+    rank counts as a node of its own. `peers` are jobs of other libraries that take turns with
+    this one.
     """
 
     sizes: tuple[int, ...]
@@ -133,11 +137,23 @@ class _Bench:
             yield Own(name, call, zeros, self.op, self._gloo)
 
     def _other(self, mode: str) -> Communicator:
+        if PLANNED + mode == SEPARATE:
+            return self._separate()
         if PLANNED + mode == ZERO_COPY:
             mode = self.config.plan
         return Communicator(
             topology=self.communicator.topology, plan=mode, timeout_s=self.config.timeout_s
         )
+
+    def _separate(self) -> Communicator:
+        known = os.environ.get(HOST_ID_ENV)
+        os.environ[HOST_ID_ENV] = f"rank {self.rank}"
+        try:
+            return Communicator(plan=self.config.plan, timeout_s=self.config.timeout_s)
+        finally:
+            os.environ.pop(HOST_ID_ENV)
+            if known is not None:
+                os.environ[HOST_ID_ENV] = known
 
     def _peers(self) -> Iterator[Candidate]:
         config = self.config
