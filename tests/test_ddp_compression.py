@@ -55,7 +55,8 @@ def _trains(rank, world_size, hosts, compression, options, steps=6):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("hosts", [TWO_BY_TWO, [0, 1, 2]], ids=str)
 def test_replicas_are_bit_identical_and_near_plain_ddp(ranks, hosts, codec) -> None:
-    results = ranks.run(_trains, len(hosts), hosts, codec, {})
+    # Compared after every step, too.
+    results = ranks.run(_trains, len(hosts), hosts, codec, {"check_replicas_every": 1})
     ours, plain, report = results[0]
     for theirs, _, _ in results:
         assert torch.equal(theirs, ours)
