@@ -9,7 +9,7 @@ OUT ?= demo-results
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check format gpu-bundle clean
+.PHONY: demo test test-all check format gpu-bundle workloads-data experiments experiments-quick clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the main job: probe, plan, execute, measure, plot on emulated hosts
@@ -33,6 +33,10 @@ format: $(READY)
 
 gpu-bundle: $(READY)  ## what a borrowed GPU machine needs to run experiments/gpu_checks.py
 	$(BIN)/python -m experiments.gpu.bundle
+
+workloads-data: $(READY)  ## what the workloads train on: packages of which only data files are read, so without what they depend on
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[workloads]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gensim==4.4.0 mlxtend==0.25.0 recbole==1.2.1
 
 # An importable torch that fits is used as it is; otherwise the size of what pip will install is said first.
 $(READY): pyproject.toml constraints.txt

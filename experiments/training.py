@@ -49,18 +49,36 @@ def timed_step(
     *,
     silent: bool = False,
 ) -> tuple[float, torch.Tensor]:
+    """Train one step on images and return its seconds and loss, as `timed`. Collective."""
+    return timed(
+        model,
+        [optimizer],
+        lambda: functional.cross_entropy(model(images), labels),
+        silent=silent,
+    )
+
+
+def timed(
+    model: DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loss_of: Callable[[], torch.Tensor],
+    *,
+    silent: bool = False,
+) -> tuple[float, torch.Tensor]:
     """Train one step and return its seconds and loss; all ranks begin together. Collective.
 
-    A `silent` step does not communicate.
+    `loss_of` runs forward. A `silent` step does not communicate.
     """
     silence = model.no_sync() if silent else nullcontext()
     dist.barrier()
     begin = time.perf_counter()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     with silence:
-        loss = functional.cross_entropy(model(images), labels)
+        loss = loss_of()
         torch.autograd.backward(loss)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return time.perf_counter() - begin, loss
 
 
