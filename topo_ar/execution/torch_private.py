@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import (
     get_debug_level,
 )
 from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
