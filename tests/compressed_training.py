@@ -1,7 +1,7 @@
 """Training with compression in rank processes: models, steps and what the tests compare."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -56,12 +56,17 @@ def weights(module: nn.Module) -> torch.Tensor:
 class Given(nn.Module):
     """A model whose parameters' gradients are what it is called with."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
         super().__init__()
-        self.values = nn.ParameterDict({k: nn.Parameter(torch.zeros(s)) for k, s in shapes.items()})
+        dtypes = dtypes or {}
+        made = {k: torch.zeros(s, dtype=dtypes.get(k)) for k, s in shapes.items()}
+        self.values = nn.ParameterDict({k: nn.Parameter(value) for k, value in made.items()})
 
     def forward(self, factors: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(p * factors[k]).sum() for k, p in self.values.items()]).sum()
+        each = [(p * factors[k]).sum().double() for k, p in self.values.items()]
+        return torch.stack(each).sum()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad.clone() for name, p in self.values.items()}

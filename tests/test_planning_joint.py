@@ -321,6 +321,27 @@ def test_buckets_that_are_compressed_on_cpus_follow_one_another():
     assert made[False].exposed_seconds > 4e6 * 1e-8 / 4
 
 
+@pytest.mark.parametrize(("codec", "overlaps"), [("int8", True), ("sign", False)])
+def test_codec_and_wire_overlap_on_cpus_where_a_codec_works_by_runs(codec, overlaps):
+    """A bucket of four runs, whose coding is shorter than the wire: only the first shows."""
+    backward = uniform_backward((Parameter("w", (4096, 1024), "float32"),), 0.0)
+
+    def exposed(seconds_per_byte):
+        made = plan_training(
+            _slow_wire(),
+            backward,
+            policy=parse_policy(codec),
+            costs=replace(FREE, seconds_per_byte={codec: seconds_per_byte}),
+            runtime=CPU_RUNTIME,
+        )
+        return made.codecs[0].exposed_seconds
+
+    wire, nbytes, runs = exposed(0.0), 4096 * 1024 * 4, 4
+    coding = wire / 2
+    found = exposed(4 * coding / nbytes) - wire
+    assert found == pytest.approx(coding / runs if overlaps else coding, rel=0.05)
+
+
 def test_flat_buckets_of_gpus_cost_what_nccl_takes():
     """NCCL takes a tree over many nodes, a ring of all ranks would wait 2(n - 1) times."""
     topology = preset("dgx-h100", nodes=1250)

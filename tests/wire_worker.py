@@ -1,5 +1,6 @@
 """One rank of an emulated host: trains something small and reads its NIC's counter."""
 
+import contextlib
 import json
 import os
 import sys
@@ -17,6 +18,8 @@ from tests.compressed_training import Given
 from topo_ar.integrations.ddp import Handle
 
 STEPS = 10
+# Of the table of sparse embeddings.
+NUM_ROWS, WIDTH = 2000, 32
 
 
 def sent_nbytes() -> int:
@@ -79,10 +82,46 @@ def ramp(codec: str, other: str) -> dict[str, Any]:
     }
 
 
+def embeddings(width: int = WIDTH) -> nn.EmbeddingBag:
+    """Return a sparse layer whose gradients are whole numbers."""
+    return nn.EmbeddingBag(NUM_ROWS, width, mode="sum", sparse=True)
+
+
+def bags(rank: int, step: int, num_different: int) -> torch.Tensor:
+    """Return what a rank is fed with: 400 bags of 16 of the first `num_different` rows."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, num_different, (400, 16), generator=generator)
+
+
+def rows(which: str) -> dict[str, Any]:
+    """Train a sparse layer with plain DDP or by rows."""
+    module = embeddings()
+    model = DistributedDataParallel(module)
+    attached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if which == "rows":
+        attached = topo_ar.attach(model, compression="rows", plan="hierarchical")
+
+    def step(number: int) -> None:
+        model.zero_grad()
+        model(bags(dist.get_rank(), number, 300)).sum().backward()
+
+    with attached:
+        for number in range(2):
+            step(number)
+        dist.barrier()
+        before = sent_nbytes()
+        for number in range(STEPS):
+            step(number)
+        dist.barrier()
+        nic = (sent_nbytes() - before) / STEPS
+    total = module.weight.grad.to_dense().double()
+    return {"nic": nic, "sum": float((total * torch.arange(1.0, NUM_ROWS + 1)[:, None]).sum())}
+
+
 def main(what: str, *arguments: str) -> None:
     """Print a row of this rank."""
     dist.init_process_group("gloo")
-    row = {"linear": linear, "ramp": ramp}[what](*arguments)
+    row = {"linear": linear, "ramp": ramp, "rows": rows}[what](*arguments)
     sys.stdout.write(json.dumps(row) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()

@@ -24,7 +24,6 @@ class Cast(TwoShot):
 
 class _Rounding:
     align = 1
-    whole = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

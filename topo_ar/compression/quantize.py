@@ -30,7 +30,6 @@ class BlockInteger:
     """The encoding: scales of all blocks, then the integers, for int4 two in a byte."""
 
     align = BLOCK
-    whole = False
 
     def __init__(self, bits: int) -> None:
         self.bits = bits

@@ -98,6 +98,18 @@ def reduce_rows(tensor: torch.Tensor, rail: Group, node: Group) -> ReducedRows:
     return ReducedRows(total, sent)
 
 
+def average_rows(tensor: torch.Tensor, rail: Group, node: Group, world_size: int) -> None:
+    """Put the mean over all ranks in the place of sparse gradients; see `reduce_rows`."""
+    total = reduce_rows(tensor, rail, node).total
+    total = (total if total.is_sparse else total.to_sparse(1)).coalesce()
+    values = total.values() / world_size
+    tensor.copy_(
+        torch.sparse_coo_tensor(
+            total.indices(), values, tensor.shape, is_coalesced=True, check_invariants=False
+        )
+    )
+
+
 def _across(
     rows: torch.Tensor, values: torch.Tensor, carried: torch.Tensor, rail: Group
 ) -> tuple[torch.Tensor, torch.Tensor, int]:

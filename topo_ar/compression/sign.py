@@ -27,7 +27,6 @@ class SignBits:
     """The encoding: one fp32 scale a run, then the signs, eight in a byte, lowest bit first."""
 
     align = 8
-    whole = True
 
     def encode(self, values: torch.Tensor, runs: Sequence[int]) -> list[torch.Tensor]:
         """Return the scales and the packed signs."""

@@ -17,22 +17,20 @@ import torch
 from topo_ar.compression.parts import alone, cuts, join_bytes, split
 from topo_ar.compression.protocol import Group, Layout, Pipelined, Reduced
 from topo_ar.compression.stateless import Stateless
-from topo_ar.planning.codecs import Codec
+from topo_ar.planning.codecs import RUN, Codec
 
 _FLOAT_NBYTES = 4
-# Elements: 1 MiB, whose parts are whole blocks of every codec on up to 2048 nodes.
-_CHUNK = 1 << 18
+_CHUNK = RUN
 _STAGES = 3
 
 
 class Encoding(Protocol):
     """Turns fp32 values to fewer bytes and back.
 
-    `align`: elements that must stay together; `whole`: cutting a shard would cost more bytes.
+    `align`: elements that must stay together.
     """
 
     align: int
-    whole: bool
 
     def encode(self, values: torch.Tensor, runs: Sequence[int]) -> list[torch.Tensor]:
         """Return flat tensors that are sent one after the other, the widest dtype first.
@@ -71,7 +69,7 @@ class TwoShot(Stateless):
         kinds = split(layout)
         coded, exact = kinds.take(shard)
         numel = coded.numel()
-        step = numel if self.encoding.whole or not isinstance(rail, Pipelined) else _CHUNK
+        step = _CHUNK if self.codec.by_runs and isinstance(rail, Pipelined) else numel
         own, total = torch.empty_like(coded), torch.empty_like(coded)
         exact_total = torch.empty_like(exact)
         chunks = []

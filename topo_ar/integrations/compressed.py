@@ -20,7 +20,7 @@ from topo_ar.compression import drift as drifts
 from topo_ar.compression.error_feedback import ErrorFeedback
 from topo_ar.compression.protocol import Compressor
 from topo_ar.compression.registry import make
-from topo_ar.compression.rows import reduce_rows
+from topo_ar.compression.rows import average_rows
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.fingerprint import fingerprint
 from topo_ar.execution.node_group import NodeGroup
@@ -31,11 +31,11 @@ from topo_ar.integrations.compression_buckets import (
     CompressionReport,
     Part,
     Place,
-    Stream,
     arrange,
 )
 from topo_ar.integrations.compression_choice import Choose, CompressionSettings
 from topo_ar.integrations.compression_costs import costs_here
+from topo_ar.integrations.compression_stream import Stream
 from topo_ar.planning.codec_costs import CPU_COSTS, GPU_COSTS
 from topo_ar.planning.codecs import NONE, Codec
 
@@ -47,7 +47,7 @@ logger = logging.getLogger("topo_ar")
 Future = torch.futures.Future[torch.Tensor]
 Done = Callable[[], None] | None
 
-_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+_COMPRESSIBLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -166,7 +166,9 @@ class CompressedReduction:
         if self.ended():
             return
         for codec, found in self._step.drift.items():
-            self._heed(self.streams[codec], found)
+            if text := self.streams[codec].heed(found):
+                self._buckets.clear()
+                self.say(f"step {self._step.number}: {text}", logging.WARNING)
         self._step = _Step(self._step.number + 1, float(self.loss_scale()))
         self._num_seen += 1
         for stream in self.streams.values():
@@ -177,6 +179,10 @@ class CompressedReduction:
             self.auto.begin(self._num_seen)
         for stream in self.streams.values():
             self._warm_up(stream)
+
+    def _warm_up(self, stream: Stream) -> None:
+        if steps := self.settings.warm_up_steps:
+            stream.warm_up((self._step.number - self.settings.start_step) / steps)
 
     def ended(self) -> bool:
         """Tell whether nothing is compressed any more, as when the job left the fast path."""
@@ -246,14 +252,7 @@ class CompressedReduction:
         return self.communicator.run(tensor, work, mark, on_done, averages=True)
 
     def _work_by_rows(self, tensor: torch.Tensor, node: NodeGroup, rail: RailGroup) -> None:
-        total = reduce_rows(tensor, rail, node).total
-        total = (total if total.is_sparse else total.to_sparse(1)).coalesce()
-        values = total.values() / self.communicator.world_size
-        tensor.copy_(
-            torch.sparse_coo_tensor(
-                total.indices(), values, tensor.shape, is_coalesced=True, check_invariants=False
-            )
-        )
+        average_rows(tensor, rail, node, self.communicator.world_size)
         self._watch(tensor)
 
     def _bucket(self, bucket: GradBucket, tensor: torch.Tensor) -> BucketState | None:
@@ -264,7 +263,7 @@ class CompressedReduction:
         if before != key:
             named = {self._names[id(parameter)]: parameter for parameter in parameters}
             if tensor.is_cpu and tensor.dtype in _COMPRESSIBLE:
-                streams = {name: self._stream(self.choose(name)) for name in named}
+                streams = {n: self.stream_of(self._codec(n, tensor.dtype)) for n in named}
                 found = arrange(bucket.index(), named, streams, tensor.dtype, self._place)
             else:
                 self.say(
@@ -276,7 +275,15 @@ class CompressedReduction:
             self._buckets[bucket.index()] = key, found
         return found
 
-    def _stream(self, codec: Codec) -> Stream | None:
+    def _codec(self, name: str, dtype: torch.dtype) -> Codec:
+        codec = self.choose(name)
+        if codec == NONE or codec.shortens(dtype.itemsize):
+            return codec
+        self.say(f"gradients of {dtype} stay exact, for {codec} would not make them shorter")
+        return NONE
+
+    def stream_of(self, codec: Codec) -> Stream | None:
+        """Return what reduces with a codec that was asked for; made if need be."""
         if codec == NONE:
             return None
         stream = self.streams.get(codec)
@@ -352,33 +359,6 @@ class CompressedReduction:
         coded = sorted(number for number, (_, found) in self._buckets.items() if found)
         return coded[self.next_step // every % len(coded)] == index
 
-    def _heed(self, stream: Stream, found: drifts.Drift) -> None:
-        """Back off where a codec drifts, the second time for good; the same on all ranks."""
-        what = drifts.beyond(found, stream.codec)
-        if not what or stream.off:
-            return
-        softer = None if stream.backed_off else drifts.gentler(stream.codec)
-        text = f"step {self._step.number}: {stream.codec} drifts: {what}; all ranks "
-        if softer is None:
-            stream.off = True
-            stream.feedback.reset()
-            text += "stop to compress, and what was not sent is dropped"
-        else:
-            stream.backed_off = True
-            stream.feedback.compressor = make(softer)
-            text += f"go on with {softer}"
-        self._buckets.clear()
-        self.say(text, logging.WARNING)
-
-    def _warm_up(self, stream: Stream) -> None:
-        steps, codec = self.settings.warm_up_steps, stream.asked
-        if not steps or stream.backed_off or codec.name not in ("topk", "randomk"):
-            return
-        assert codec.argument is not None
-        done = (self._step.number - self.settings.start_step) / steps
-        density = drifts.warm_up_density(codec.argument, done)
-        stream.feedback.compressor.codec = Codec(codec.name, density)
-
     def change(self, codec: Codec, choose: Choose, compressor: Compressor) -> None:
         """Let all that is compressed go with another codec from the next bucket on.
 
@@ -387,7 +367,7 @@ class CompressedReduction:
         self.choose = choose
         self._buckets.clear()
         if not self.streams:
-            self._stream(codec)
+            self.stream_of(codec)
         (stream,) = self.streams.values()
         stream.asked = codec
         stream.feedback.compressor = compressor
@@ -405,10 +385,6 @@ class CompressedReduction:
         stream.feedback.compressor = make(NONE)
         stream.flushing = True
         self.choose = lambda name: asked
-
-    def stream_of(self, codec: Codec) -> Stream | None:
-        """Return what reduces with a codec that was asked for; made if need be."""
-        return self._stream(codec)
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Log a sentence once, on rank 0."""

@@ -5,39 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from topo_ar.compression.error_feedback import ErrorFeedback
 from topo_ar.compression.parts import all_reduce_nbytes, part_of
 from topo_ar.compression.protocol import Layout, Piece
 from topo_ar.compression.shards import shard_bounds
 from topo_ar.execution.fingerprint import fingerprint
+from topo_ar.integrations.compression_stream import Stream
 from topo_ar.planning.codec_costs import CPU_COSTS, CodecCosts
-from topo_ar.planning.codecs import NONE, Codec
-
-
-@dataclass(slots=True)
-class Stream:
-    """What is reduced with one codec: its error memory, and what has become of it.
-
-    Attributes
-    ----------
-    asked : Codec
-        The codec that was asked for; the drift guard may have taken another.
-    backed_off, off : bool
-        What the guard has done.
-    flushing : bool
-        The step sends exactly what was not sent before, and is the last one.
-    """
-
-    asked: Codec
-    feedback: ErrorFeedback
-    backed_off: bool = False
-    off: bool = False
-    flushing: bool = False
-
-    @property
-    def codec(self) -> Codec:
-        """The codec in use."""
-        return NONE if self.off else self.feedback.compressor.codec
+from topo_ar.planning.codecs import NONE, Codec, stays_exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +153,9 @@ def arrange(
     for name, parameter in parameters.items():
         stream = streams[name]
         piece = Piece(name, tuple(parameter.shape), 0, parameter.numel(), at)
+        # Codecs send as fp32 what they leave in full, and that is not exact here.
+        if dtype == torch.float64 and stays_exact(piece.shape):
+            stream = None
         pieces.setdefault(stream.asked if stream else NONE, []).append(piece)
         at += parameter.numel()
     for asked, stream in used.items():

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
 
 from topo_ar.errors import ConfigError
 from topo_ar.planning.codecs import NONE, Codec, parse_codec
@@ -107,8 +110,18 @@ class CompressionSettings:
         )
 
 
-def optimizer_name(optimizer: object) -> str:
-    """Return the name of an optimizer that is given as such or by name; empty for None."""
-    if optimizer is None or isinstance(optimizer, str):
-        return (optimizer or "").lower()
-    return type(optimizer).__name__.lower()
+def compression_settings(
+    module: nn.Module, *, optimizer: object = None, **options: Any
+) -> CompressionSettings:
+    """Return what is asked for `module`, given an optimizer as such or by name.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be used, or a pattern fits no parameter.
+    """
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+    name = "" if optimizer is None else name.lower()
+    settings = CompressionSettings(optimizer=name, **options)
+    settings.choice(name for name, _ in module.named_parameters())
+    return settings

@@ -18,7 +18,11 @@ from topo_ar.integrations.bucket_cap import advice, planned_cap
 from topo_ar.integrations.compressed import CompressedReduction
 from topo_ar.integrations.compression_auto import Auto, decide
 from topo_ar.integrations.compression_buckets import CompressionReport
-from topo_ar.integrations.compression_choice import AUTO, CompressionSettings, optimizer_name
+from topo_ar.integrations.compression_choice import (
+    AUTO,
+    CompressionSettings,
+    compression_settings,
+)
 from topo_ar.integrations.compression_state import State, load_state, saved_state
 from topo_ar.integrations.gradient_norm import GradNorm, NormMeter
 from topo_ar.integrations.hook import DDPHook
@@ -254,15 +258,15 @@ def attach(
         handle = topo_ar.attach(model)
     """
     refuse_unsupported(ddp)
-    settings = CompressionSettings(
+    settings = compression_settings(
+        ddp.module,
         compression=compression,
         policy=policy,
-        optimizer=optimizer_name(optimizer),
+        optimizer=optimizer,
         start_step=start_step,
         warm_up_steps=warm_up_steps,
         guard_steps=guard_steps,
     )
-    settings.choice(name for name, _ in ddp.module.named_parameters())
     chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
     communicator = Communicator(
         ddp.process_group,
@@ -372,15 +376,15 @@ def ddp(
     ConfigError
         As for `attach`.
     """
-    settings = CompressionSettings(
+    settings = compression_settings(
+        module,
         compression=compression,
         policy=policy,
-        optimizer=optimizer_name(optimizer),
+        optimizer=optimizer,
         start_step=start_step,
         warm_up_steps=warm_up_steps,
         guard_steps=guard_steps,
     )
-    settings.choice(name for name, _ in module.named_parameters())
     chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
     group = options.get("process_group")
     if group is None and options.get("device_mesh") is not None:

@@ -18,6 +18,9 @@ Shape = tuple[int, ...]
 BLOCK = 128
 # Tensors of fewer elements are never compressed.
 SMALL = 1024
+# Elements of a shard that two-shot codecs encode at once on CPUs, while others are on the wire:
+# 1 MiB, whose parts are whole blocks of every codec on up to 2048 nodes.
+RUN = 1 << 18
 _SCALE_NBYTES = 4
 _INDEX_NBYTES = 4
 # A matrix is worth its factors when they are this many times smaller (pytorch/pytorch#52034).
@@ -74,6 +77,15 @@ class Codec:
     def whole(self) -> bool:
         """Whether it needs a whole bucket at once: the matrices of PowerSGD cross chunks."""
         return self.name == "powersgd"
+
+    @property
+    def by_runs(self) -> bool:
+        """Whether a shard may be encoded in runs of `RUN` elements, whatever else is in it."""
+        return self.name in ("fp16", "bf16", "int8", "int4")
+
+    def shortens(self, itemsize: int) -> bool:
+        """Tell whether elements of `itemsize` bytes get shorter: those of 16 bits by no cast."""
+        return itemsize > 2 or self.name not in ("none", "fp16", "bf16")
 
     def compresses(self, shape: Shape) -> bool:
         """Tell whether a tensor of `shape` is compressed, and not sent in full beside others."""

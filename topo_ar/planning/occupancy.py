@@ -7,7 +7,7 @@ from functools import cache
 from topo_ar.planning.buckets import Bucket
 from topo_ar.planning.candidates import Candidate, Setting, candidates, choose
 from topo_ar.planning.codec_costs import CodecCosts
-from topo_ar.planning.codecs import NONE, Codec
+from topo_ar.planning.codecs import NONE, RUN, Codec
 from topo_ar.planning.overlap import Chunk, Job
 from topo_ar.planning.pipelines import Pipeline
 from topo_ar.planning.plan import Family
@@ -93,8 +93,8 @@ class Pricing:
 
         The seconds are the cost model's of every stage, scaled so that the bucket alone and exact
         takes what its candidate predicts; outer stages count as one. A codec needs the stages of a
-        hierarchy and several nodes, else it is left out. PowerSGD takes a bucket in one chunk, and
-        every codec where the runtime does not overlap them; then a bucket has all for itself.
+        hierarchy and several nodes, else it is left out. Where the runtime does not overlap
+        compressed buckets, each has all for itself, and is reduced inside the node as a whole.
         """
         candidate = self.candidate(bucket.nbytes, mode)
         if candidate.family not in STAGED:
@@ -107,21 +107,40 @@ class Pricing:
         scale = float(candidate.seconds / alone) if alone else 1
         if codec == NONE or self.setting.parameters.num_nodes < 2:
             return exact.scaled(scale, bucket.ready_seconds)
-        sizes = self.chunks(candidate, codec)
+        sizes = self.chunks(bucket, mode, codec)
         coded = _job(pipeline, sizes, *self.wire(bucket, codec))
-        found = coded.scaled(
-            scale, bucket.ready_seconds, codec=[self.codec_seconds(codec, size) for size in sizes]
-        )
-        return replace(found, alone=not self.setting.runtime.overlaps_codecs)
+        alone = not self.setting.runtime.overlaps_codecs
+        if alone:
+            (whole,) = _job(pipeline, (sum(sizes),)).chunks
+            chunks = [chunk._replace(scatter=0, gather=0) for chunk in coded.chunks]
+            chunks[0] = chunks[0]._replace(scatter=whole.scatter)
+            chunks[-1] = chunks[-1]._replace(gather=whole.gather)
+            coded = replace(coded, chunks=tuple(chunks))
+        codec_seconds = [
+            self.codec_seconds(codec, size, first=not number) for number, size in enumerate(sizes)
+        ]
+        found = coded.scaled(scale, bucket.ready_seconds, codec=codec_seconds)
+        return replace(found, alone=alone)
 
-    def chunks(self, candidate: Candidate, codec: Codec) -> tuple[int, ...]:
-        """Return the bytes of the chunks in which a candidate's buffer is encoded and reduced."""
-        whole = codec.whole or (codec != NONE and not self.setting.runtime.overlaps_codecs)
-        return (sum(candidate.chunk_nbytes),) if whole else candidate.chunk_nbytes
+    def chunks(self, bucket: Bucket, mode: str, codec: Codec) -> tuple[int, ...]:
+        """Return the bytes of the chunks in which a bucket is encoded and reduced."""
+        candidate = self.candidate(bucket.nbytes, mode)
+        overlaps = self.setting.runtime.overlaps_codecs
+        if codec == NONE or (overlaps and not codec.whole):
+            return candidate.chunk_nbytes
+        whole = sum(candidate.chunk_nbytes)
+        if overlaps or not codec.by_runs:
+            return (whole,)
+        size = RUN * bucket.itemsize * self.sharing
+        return tuple(min(size, whole - begin) for begin in range(0, whole, size))
 
-    def codec_seconds(self, codec: Codec, nbytes: int) -> float:
-        """Return what a rank spends on its part of a chunk of `nbytes` bytes."""
-        return self.costs.per_byte(codec) / self.sharing * nbytes + self.costs.launch(codec)
+    def codec_seconds(self, codec: Codec, nbytes: int, *, first: bool = True) -> float:
+        """Return what a rank spends on its part of a chunk of `nbytes` bytes.
+
+        Where a shard is encoded by runs, only the first pays what is paid once a bucket.
+        """
+        launch = self.costs.launch(codec) if first or not codec.by_runs else 0
+        return self.costs.per_byte(codec) / self.sharing * nbytes + launch
 
     def wire(self, bucket: Bucket, codec: Codec) -> tuple[float, float]:
         """Return the bytes and the latencies of `codec` as parts of those of an exact sum."""

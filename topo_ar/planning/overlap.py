@@ -35,8 +35,7 @@ class Job:
     chunks : tuple of Chunk
         What it occupies, in order.
     alone : bool
-        It shares nothing: it begins when all before it is done, and the next begins after it. Its
-        chunks' seconds then simply add up.
+        It shares nothing: it begins when all before it is done, and the next begins after it.
     """
 
     ready: float
@@ -84,7 +83,7 @@ def finish(jobs: Sequence[Job]) -> list[float]:
             continue
         ends += _overlapped(waiting, begin)
         waiting = []
-        begin = max(job.ready, ends[-1] if ends else begin) + sum(map(sum, job.chunks))
+        (begin,) = _overlapped([job], max(job.ready, ends[-1] if ends else begin))
         ends.append(begin)
     return ends + _overlapped(waiting, begin)
 

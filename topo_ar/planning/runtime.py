@@ -42,8 +42,8 @@ class Runtime:
         Whether the ranks of an island reduce among themselves first; in shared memory a node
         reduces at once, however a plan divides it.
     overlaps_codecs : bool
-        Whether chunks of a compressed bucket overlap as those of others; else its stages follow
-        one another, and so do buckets.
+        Whether chunks of a compressed bucket overlap as those of others; else buckets follow one
+        another, and in each only codec and wire overlap, where the codec takes it `by_runs`.
     families : frozenset of Family
         What it runs; the others can be planned, verified, timed and exported.
     """

@@ -141,7 +141,7 @@ class Reduction:
         if len(self._groups[0]) < 2:
             return []
         candidate, turns = self.candidate(number), self._turns(number)
-        sizes = self._pricing.chunks(candidate, self.codecs[number])
+        sizes = self._pricing.chunks(self.buckets[number], self._mode, self.codecs[number])
         return [
             (self._numbers[candidate.family, chunk % turns], size)
             for chunk, size in enumerate(sizes)
@@ -162,11 +162,14 @@ class Reduction:
         number, chunk = place
         codec = self.codecs[number]
         template, nbytes = self.chunks(number)[chunk]
-        scale = nbytes / self._numel[template]
+        inside, outwards = self._inside(number, chunk)
         made: list[int] = []
         folded_steps = self._templates.folded[template]
         for folded in folded_steps:
             stage = folded.step.stage
+            if stage in _BETWEEN:
+                inside = outwards
+            scale = (nbytes if stage in _BETWEEN else inside) / self._numel[template]
             after = {made[other] for other in folded.after}
             after.update(copied[rank] for rank in folded.ranks)
             after.update(before)
@@ -176,13 +179,15 @@ class Reduction:
             if codec != NONE and stage in _ENCODED:
                 lane = [(rank, "codec") for rank in folded.ranks]
                 behind = lanes.enter(lane, place, len(tasks))
-                seconds = self._pricing.codec_seconds(codec, nbytes)
+                seconds = self._pricing.codec_seconds(codec, nbytes, first=not chunk)
                 task = Task(after=tuple(sorted(after)), behind=behind, before=seconds)
                 after = {
                     tasks.add(task, f"{codec} {number}.{chunk}", "codec", folded.ranks, number)
                 }
             flows = tuple((each * scale * ratio, uses) for each, uses in folded.flows)
             busy = self._templates.busy(folded, scale, hops)
+            if not scale:
+                flows, busy = (), (0, 0, 0)
             if self._nccl is not None and folded.step.op is Op.ALL_REDUCE:
                 flows, busy = (self._whole(folded, nbytes, scale),), (0, 0, 0)
             behind = lanes.enter(self._templates.lanes(folded), place, len(tasks))
@@ -190,6 +195,14 @@ class Reduction:
             kind = "inter" if folded.between_nodes else "intra"
             made.append(tasks.add(task, f"{stage} {number}.{chunk}", kind, folded.ranks, number))
         return list(zip(made, folded_steps, strict=True))
+
+    def _inside(self, number: int, chunk: int) -> tuple[int, int]:
+        """Return the bytes that a chunk moves inside the node before the wire, and after it."""
+        sizes = [size for _, size in self.chunks(number)]
+        if self.codecs[number] == NONE or self._runtime.overlaps_codecs:
+            return sizes[chunk], sizes[chunk]
+        # The bucket is reduced before the first of them, and gathered after the last.
+        return 0 if chunk else sum(sizes), sum(sizes) if chunk + 1 == len(sizes) else 0
 
     def nbytes_sent(self, number: int) -> "tuple[list[float], list[float]]":
         """Return what each rank sends for a bucket, inside and between nodes."""
