@@ -6,8 +6,9 @@ Minutes: under 1.
 --table FILE prints the table of such a file for the documentation, and runs nothing.
 
 Runs torch's own hooks and topo_ar's PowerSGD with error feedback side by side, on 4 simulated ranks
-(threads) with the same gradients. Prints a table, writes compression_pitfalls.jsonl, and ends with
-0 if topo_ar is right in every row, whatever torch does.
+(threads) with the same gradients; in one row on 2 real ranks on gloo, with a deadline. Prints a
+table, writes compression_pitfalls.jsonl, and ends with 0 if topo_ar is right in every row, whatever
+torch does.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
+from experiments import compression_pitfalls_ranks as real
 from experiments.torch_hooks import Bucket, Group, run_ranks, state, step
 from topo_ar.cli.script import exit_code_of
 from topo_ar.compression.error_feedback import ErrorFeedback
@@ -47,13 +49,15 @@ Means = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One pitfall: a number for each side, what it should be, and whether ours is that."""
+    """One pitfall: what each side does, whether ours is right, and on which ranks that was."""
 
     name: str
     measure: str
     torch: float | str
     ours: float | str
     right: bool
+    ranks: int = RANKS
+    emulation: str = "threads"
 
 
 class Torch:
@@ -259,6 +263,20 @@ def vectors() -> Row:
     return Row("residual of a bias", "its norm after 50 steps", kept[0], kept[1], kept[1] == 0)
 
 
+def two_buckets(silence_seconds: float = 15.0) -> Row:
+    """Train on 2 real ranks on gloo, whose threads torch's hook keeps waiting for themselves."""
+    found = [real.steps_finished(side, silence_seconds) for side in ("torch", "ours")]
+    return Row(
+        "two buckets, 2 processes on gloo",
+        f"compressed steps until it dies or hangs for {silence_seconds:g} s, of {real.STEPS}",
+        found[0],
+        found[1],
+        found[1] == real.STEPS,
+        real.WORLD_SIZE,
+        "loopback",
+    )
+
+
 def noise(rank: int, when: int) -> dict[str, torch.Tensor]:
     """Return Gaussian gradients with a mean that all ranks share."""
     random = torch.Generator().manual_seed(1000 * when + rank)
@@ -304,7 +322,7 @@ def _shown(value: float | str) -> str:
     return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
-PITFALLS = (overflow, zeros, batched, resume, deficient, vectors)
+PITFALLS = (overflow, zeros, batched, resume, deficient, vectors, two_buckets)
 
 
 def _print_table(path: Path) -> int:
@@ -333,8 +351,9 @@ def main() -> int:
     try:
         with RecordWriter(out / "compression_pitfalls.jsonl") as writer:
             for row in rows:
-                found = {"experiment": "compression_pitfalls", "ranks": RANKS, **asdict(row)}
-                writer.write({**found, "manifest": manifest("threads")})
+                found = asdict(row)
+                block = manifest(found.pop("emulation"))
+                writer.write({"experiment": "compression_pitfalls", **found, "manifest": block})
     except TopoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

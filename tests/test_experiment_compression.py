@@ -4,13 +4,20 @@ import pytest
 
 from experiments.compression_ddp import Settings, train
 from experiments.compression_kernels_powersgd import powersgd_step_seconds
-from experiments.compression_pitfalls import PITFALLS, markdown
+from experiments.compression_pitfalls import PITFALLS, markdown, two_buckets
 from experiments.workloads.resnet import resnet18
 from tests.compressed_training import on_hosts
 from topo_ar.telemetry.records import read_records
 
 
-@pytest.mark.parametrize("pitfall", PITFALLS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "pitfall",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each is two_buckets else ())
+        for each in PITFALLS
+    ],
+    ids=lambda p: p.__name__,
+)
 def test_ours_is_right_where_torch_may_not_be(pitfall):
     row = pitfall()
     assert row.right, row
