@@ -3,7 +3,8 @@
 Commands: python -m experiments.05_compression --accuracy --out results/
           python -m experiments.05_compression --kernels --out results/
           python -m experiments.05_compression --ddp --out results/
-Minutes: accuracy 35 on two cores, fewer with --seeds or --quick; kernels 2; ddp 20.
+          python -m experiments.05_compression --table --out results/
+Minutes: accuracy 35 on two cores, fewer with --seeds or --quick; kernels 2; ddp 35.
 
 --accuracy trains MNIST-1D (generated) and the digits of scikit-learn (bundled) with SGD and Adam on
 8 simulated ranks, 2 nodes of 4, with every codec, with and without error feedback, 3 seeds each;
@@ -15,10 +16,12 @@ again. It needs the extra ``workloads``.
 a layer of BERT (28 MB) and the tail of ResNet-18 (24 MB); compression_kernels.jsonl has the raw
 samples.
 
---ddp trains ResNet-18 on emulated hosts, 2 of 4 ranks with NICs of 0.1, 0.5 and 1 Gbit/s, by plain
-DDP, by every codec, by the planner's choice and by torch's own hooks, one step of each in turn;
-compression_ddp.jsonl has a row for each with its bytes. ``compute`` is a step without any
-communication. Rates that are there already are not measured again.
+--ddp trains ResNet-18 on emulated hosts, 2 of 4 ranks with NICs of 0.1, 0.5 and 1 Gbit/s, with SGD
+and with Adam, by plain DDP, by every codec that the policy admits, by the planner's choice and by
+torch's own hooks, one step of each in turn; compression_ddp.jsonl has a row for each with its raw
+samples and bytes. ``compute`` is a step without any communication. A piece of it takes less than 4
+minutes and is kept when whole; steps that are there already are not made again, and --pieces 1 ends
+after the next. --table prints the targets, which were set before, beside what the records say.
 """
 
 import argparse
@@ -28,17 +31,19 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments import compression_ddp
+from experiments import compression_ddp, compression_ddp_ranks
 from experiments.compression_accuracy import Training, train, trainings
 from experiments.compression_kernels import measure
 from experiments.compression_kernels_powersgd import measure_powersgd
 from experiments.workloads.small import load
+from topo_ar.cli.bench_events import write_event
 from topo_ar.cli.script import exit_code_of
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, RecordWriter, manifest, read_records
@@ -53,10 +58,12 @@ class Config:
     accuracy: bool = False
     kernels: bool = False
     ddp: bool = False
-    optimizer: str = "sgd"
+    table: bool = False
+    optimizers: tuple[str, ...] = ("sgd", "adam")
     nics: tuple[str, ...] = ("100mbit", "500mbit", "1gbit")
     nodes: int = 2
     ranks: int = 4
+    pieces: int | None = None
     tasks: tuple[str, ...] = ("mnist1d", "digits")
     seeds: int = 3
     samples: int = 30
@@ -101,20 +108,28 @@ def run_accuracy(config: Config) -> None:
 
 
 def run_ddp(config: Config) -> None:
-    """Train on emulated hosts."""
-    settings = compression_ddp.Settings(optimizer=config.optimizer)
-    nics = config.nics
+    """Train on emulated hosts what is not in the records yet."""
+    more: dict[str, Any] = {}
+    nics, optimizers = config.nics, config.optimizers
     if config.quick:
-        nics = nics[-1:]
-        settings = compression_ddp.Settings(
-            optimizer=config.optimizer,
-            codecs=("int8", "topk:0.01", "powersgd:1"),
-            warm_up=1,
-            steps=2,
-            batch=1,
-            width=16,
+        nics, optimizers = nics[-1:], optimizers[:1]
+        more = {"warm_up": 2, "steps": 2, "batch": 1, "width": 16}
+    cases = [
+        compression_ddp.Case(
+            config.nodes,
+            config.ranks,
+            nic,
+            compression_ddp_ranks.Settings(optimizer=optimizer, **more),
         )
-    compression_ddp.run(config.out, config.nodes, config.ranks, nics, settings, quick=config.quick)
+        for optimizer in optimizers
+        for nic in nics
+    ]
+    compression_ddp.run(ddp_path(config), cases, config.pieces)
+
+
+def ddp_path(config: Config) -> Path:
+    """Return where the trainings on emulated hosts are kept."""
+    return config.out / f"compression_ddp{'.quick' if config.quick else ''}.jsonl"
 
 
 def print_table(records: Sequence[Record]) -> None:
@@ -149,8 +164,8 @@ def _words(row: dict[str, Any]) -> str:
 
 def main() -> int:
     """Read the command line."""
-    if compression_ddp.SETTINGS_ENV in os.environ:
-        compression_ddp.run_rank()
+    if compression_ddp_ranks.SETTINGS_ENV in os.environ:
+        compression_ddp_ranks.run_rank(partial(write_event, sys.stdout))
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -159,10 +174,14 @@ def main() -> int:
     parser.add_argument("--accuracy", action="store_true", help="train the table of accuracies")
     parser.add_argument("--kernels", action="store_true", help="time the kernels")
     parser.add_argument("--ddp", action="store_true", help="time trainings on emulated hosts")
-    parser.add_argument("--optimizer", choices=("sgd", "adam"), default=defaults.optimizer)
+    parser.add_argument("--table", action="store_true", help="print targets beside the records")
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=("sgd", "adam"), default=list(defaults.optimizers)
+    )
     parser.add_argument("--nics", nargs="+", default=list(defaults.nics), help="rates to emulate")
     parser.add_argument("--nodes", type=int, default=defaults.nodes)
     parser.add_argument("--ranks", type=int, default=defaults.ranks, help="ranks on each node")
+    parser.add_argument("--pieces", type=int, help="of --ddp, at most; all when left out")
     parser.add_argument(
         "--tasks", nargs="+", choices=("mnist1d", "digits"), default=list(defaults.tasks)
     )
@@ -171,10 +190,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only show that it runs")
     parser.add_argument("--out", type=Path, default=defaults.out)
     options = vars(parser.parse_args())
-    lists = {name: tuple(options[name]) for name in ("tasks", "nics")}
+    lists = {name: tuple(options[name]) for name in ("tasks", "nics", "optimizers")}
     config = Config(**{**options, **lists})
-    if not (config.accuracy or config.kernels or config.ddp):
-        parser.error("choose --accuracy, --kernels or --ddp")
+    if not (config.accuracy or config.kernels or config.ddp or config.table):
+        parser.error("choose --accuracy, --kernels, --ddp or --table")
     torch.set_num_threads(1)
 
     def work() -> int:
@@ -184,6 +203,9 @@ def main() -> int:
             run_accuracy(config)
         if config.ddp:
             run_ddp(config)
+        if config.ddp or config.table:
+            for line in compression_ddp.table(read_records(ddp_path(config))):
+                print(line)
         return 0
 
     return exit_code_of(work, "interrupted; the same command goes on")

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.compression_ddp import Settings, train
+from experiments.compression_ddp_ranks import Settings, train
 from experiments.compression_kernels_powersgd import powersgd_step_seconds
 from experiments.compression_pitfalls import PITFALLS, markdown, two_buckets
 from experiments.workloads.resnet import resnet18
