@@ -17,11 +17,13 @@ a layer of BERT (28 MB) and the tail of ResNet-18 (24 MB); compression_kernels.j
 samples.
 
 --ddp trains ResNet-18 on emulated hosts, 2 of 4 ranks with NICs of 0.1, 0.5 and 1 Gbit/s, with SGD
-and with Adam, by plain DDP, by every codec that the policy admits, by the planner's choice and by
-torch's own hooks, one step of each in turn; compression_ddp.jsonl has a row for each with its raw
-samples and bytes. ``compute`` is a step without any communication. A piece of it takes less than 4
-minutes and is kept when whole; steps that are there already are not made again, and --pieces 1 ends
-after the next. --table prints the targets, which were set before, beside what the records say.
+and with Adam: plain DDP, every codec that the policy admits, the planner's choice and torch's own
+hooks take turns, with three steps in a round for those that send little. ``compute`` is a step
+without any communication. compression_ddp.jsonl has a row for each with its raw samples and bytes.
+A piece of it takes less than 4 minutes and is kept when it is whole; rounds that are there already
+are not made again, and --pieces 1 ends after the next piece.
+
+--table prints the targets, which were set before, beside what the records say.
 """
 
 import argparse
@@ -113,7 +115,7 @@ def run_ddp(config: Config) -> None:
     nics, optimizers = config.nics, config.optimizers
     if config.quick:
         nics, optimizers = nics[-1:], optimizers[:1]
-        more = {"warm_up": 2, "steps": 2, "batch": 1, "width": 16}
+        more = {"rounds": 2, "width": 16}
     cases = [
         compression_ddp.Case(
             config.nodes,

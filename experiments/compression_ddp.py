@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -56,8 +57,8 @@ class Case:
         where = (record["nodes"], record["ranks_per_node"], record["nic"])
         return where == (self.nodes, self.ranks, self.nic) and record["settings"] == mine
 
-    def num_steps(self, path: Path) -> int:
-        """Return how many counted steps of each candidate are in the records."""
+    def num_rounds(self, path: Path) -> int:
+        """Return how many counted rounds are in the records."""
         rows = [r for r in read_records(path) if self.has(r) and r["candidate"] == AUTO]
         return sum(len(row["seconds"]) for row in rows)
 
@@ -72,10 +73,10 @@ def run(path: Path, cases: Sequence[Case], pieces: int | None) -> None:
     """
     with RecordWriter(path) as writer:
         for case in cases:
-            while (done := case.num_steps(path)) < case.settings.steps and pieces != 0:
-                left = case.settings.steps - done
-                print(f"== {case.nic}, {case.settings.optimizer}: {left} steps left", flush=True)
-                records = _piece(case, msgspec.structs.replace(case.settings, steps=left))
+            while (done := case.num_rounds(path)) < case.settings.rounds and pieces != 0:
+                left = case.settings.rounds - done
+                print(f"== {case.nic}, {case.settings.optimizer}: {left} rounds left", flush=True)
+                records = _piece(case, msgspec.structs.replace(case.settings, rounds=left))
                 for record in records:
                     writer.write(record)
                 pieces = None if pieces is None else pieces - 1
@@ -141,15 +142,17 @@ def table(records: Iterable[Record]) -> Iterator[str]:
 
 def _rate_table(rows: Sequence[Record]) -> Iterator[str]:
     seconds: defaultdict[str, list[float]] = defaultdict(list)
+    steps: defaultdict[str, list[float]] = defaultdict(list)
     for row in rows:
         seconds[row["candidate"]] += row["seconds"]
+        steps[row["candidate"]] += chain.from_iterable(row["step_seconds"])
     chosen = [row for row in rows if row["candidate"] == AUTO]
     last = {row["candidate"]: row for row in rows}
     first = rows[0]
     yield ""
     yield (
         f"{first['nodes']}x{first['ranks_per_node']}, NICs of {first['nic']}, "
-        f"{first['optimizer']}: {len(seconds[AUTO])} interleaved steps in {len(chosen)} pieces"
+        f"{first['optimizer']}: {len(seconds[AUTO])} rounds in {len(chosen)} pieces"
     )
     for name, samples in seconds.items():
         found = speedup_interval(seconds[PLAIN], samples)
@@ -166,10 +169,15 @@ def _rate_table(rows: Sequence[Record]) -> Iterator[str]:
     settings = msgspec.convert(first["settings"], Settings)
     for codec, why in parse_policy(settings.policy, settings.optimizer).excluded:
         yield f"left out by {settings.policy}: {codec}, {why}"
-    yield from _verdicts(seconds, settings, parse_rate(first["nic"]))
+    yield from _verdicts(seconds, steps, settings, parse_rate(first["nic"]))
 
 
-def _verdicts(seconds: dict[str, list[float]], settings: Settings, rate: float) -> Iterator[str]:
+def _verdicts(
+    seconds: dict[str, list[float]],
+    steps: dict[str, list[float]],
+    settings: Settings,
+    rate: float,
+) -> Iterator[str]:
     compute = median(seconds[COMPUTE])
     exposed = (median(seconds[PLAIN]) - compute) / compute
     yield _line(
@@ -177,9 +185,16 @@ def _verdicts(seconds: dict[str, list[float]], settings: Settings, rate: float) 
     )
     yield _line("exposed by plain DDP / compute", "-", f"{exposed:.2f}")
     best = min((EXACT, *settings.codecs), key=lambda name: median(seconds[name]))
-    auto = speedup_interval(seconds[AUTO], seconds[best])
+    # Step by step where both had as many, else round by round.
+    all_steps = len(steps[AUTO]) == len(steps[best])
+    auto = speedup_interval(*((steps if all_steps else seconds)[name] for name in (AUTO, best)))
     ok = auto.high <= _MOST_OF_BEST
-    yield _line(f"auto / best admitted ({best})", f"<= {_MOST_OF_BEST:g}", _interval(auto), ok)
+    yield _line(
+        f"auto / best admitted, {best}, n={auto.num_samples}",
+        f"<= {_MOST_OF_BEST:g}",
+        _interval(auto),
+        ok,
+    )
     gain = speedup_interval(seconds[PLAIN], seconds[AUTO])
     slowest, least = _LEAST_AT_SLOWEST
     at_most = f", at most {median(seconds[PLAIN]) / compute:.1f} for compute"
@@ -200,7 +215,7 @@ def _verdicts(seconds: dict[str, list[float]], settings: Settings, rate: float) 
 
 def _line(what: str, target: str, measured: str, passed: bool | None = None) -> str:
     word = "" if passed is None else "PASS" if passed else "MISS"
-    return f"{what:36} {target:>7} {measured:<24} {word}".rstrip()
+    return f"{what:44} {target:>7} {measured:<24} {word}".rstrip()
 
 
 def _interval(found: RatioInterval) -> str:

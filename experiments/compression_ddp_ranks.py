@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
 import msgspec
 import torch
@@ -23,7 +24,7 @@ from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.torch_private import GradBucket
 from topo_ar.integrations.compression_choice import CompressionSettings
 from topo_ar.integrations.ddp import Handle, make_handle
-from topo_ar.planning.codecs import Codec
+from topo_ar.planning.codecs import Codec, parse_codec
 from topo_ar.planning.policy import parse_policy
 from topo_ar.telemetry.records import Record
 
@@ -32,10 +33,14 @@ Hook = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]
 Announce = Callable[[str, Record], None]
 PLAIN, COMPUTE, EXACT, AUTO = "plain DDP", "compute", "none", "auto"
 TORCH_FP16, TORCH_POWERSGD = "torch fp16", "torch PowerSGD"
+_POWERSGD_AFTER = 2
 # The same codec without a chunk being encoded while another is on the wire.
 UNCHUNKED = "int8 in one chunk"
 _INT8 = Codec("int8")
 _ONE_BUCKET_MIB = 1024
+# Those that send less than this part of the bytes, and auto, are near the best and need more steps.
+_NEAR_RATIO, _NEAR_VISITS = 0.1, 3
+_MATRIX = (512, 512)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,22 +50,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     optimizer, policy : str
         The policy admits the codecs that are compared.
-    warm_up, steps : int
-        Steps of every candidate that are not counted, in each piece; those that are, in all.
+    warm_up, rounds : int
+        Rounds of all candidates that are not counted, in each piece; those that are, in all.
     batch, size, width : int
         Images of a rank, the side of one, and channels of the first stage.
     piece_seconds : float
-        No further step begins in this job when it would end later.
+        No further round begins in this job when it would end later.
     """
 
     optimizer: str = "sgd"
     policy: str = "lossy:1"
-    warm_up: int = 2
-    steps: int = 12
-    batch: int = 2
-    size: int = 16
+    warm_up: int = 1
+    rounds: int = 10
+    batch: int = 1
+    size: int = 8
     width: int = 64
-    piece_seconds: float = 205.0
+    piece_seconds: float = 200.0
     timeout_s: float = 120.0
 
     @property
@@ -119,6 +124,16 @@ class Candidate:
     seconds: list[float] = field(default_factory=list)
     facts: Record = field(default_factory=dict)
 
+    @property
+    def visits(self) -> int:
+        """How many steps it has in a round."""
+        if self.name == AUTO:
+            return _NEAR_VISITS
+        if self.handle is None or self.name == UNCHUNKED:
+            return 1
+        near = parse_codec(self.name).ratio([_MATRIX], 2) < _NEAR_RATIO
+        return _NEAR_VISITS if near else 1
+
     def step(self, batch: ImageSet) -> None:
         """Train one step. Collective."""
         self.trainee.hook = self.hook
@@ -141,22 +156,25 @@ def run_rank(announce: Announce) -> None:
 def train(settings: Settings, announce: Announce = lambda name, data: None) -> list[Record]:
     """Train all candidates in turns and return a row for each. Collective.
 
-    All ranks stop together when the next round would be late; rows may then hold fewer steps.
+    All ranks stop together when the next round would be late; rows may then hold fewer rounds.
+    ``step_seconds`` has the steps of each round, ``seconds`` their median.
     """
     begun = time.monotonic()
     torch.manual_seed(0)
     module = resnet18(width=settings.width)
-    num_rounds = settings.warm_up + settings.steps
+    num_rounds = settings.warm_up + settings.rounds
     images = gratings(settings.batch * num_rounds, dist.get_rank(), settings.size)
     with ExitStack() as stack:
         candidates = _candidates(module, settings, stack)
         turns = list(candidates)
-        _let_auto_choose(candidates, images.take(range(settings.batch)), settings)
+        _prepare(candidates, images.take(range(settings.batch)), settings)
         for number in range(num_rounds):
             round_begun = time.monotonic()
             batch = images.take(range(number * settings.batch, (number + 1) * settings.batch))
-            for candidate in turns:
-                candidate.step(batch)
+            for visit in range(_NEAR_VISITS):
+                for candidate in turns:
+                    if visit < candidate.visits:
+                        candidate.step(batch)
             turns.append(turns.pop(0))  # going first is no candidate's privilege
             now = time.monotonic()
             if dist.get_rank() == 0:
@@ -164,13 +182,16 @@ def train(settings: Settings, announce: Announce = lambda name, data: None) -> l
             late = 2 * now - round_begun - begun > settings.piece_seconds
             if number >= settings.warm_up and _agreed(late):
                 break
-        seconds = torch.tensor([c.seconds for c in candidates], dtype=torch.float64)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        measured = seconds[:, settings.warm_up :].tolist()
-        return [
-            {"candidate": c.name, "seconds": each, **c.facts, **_facts(c)}
-            for c, each in zip(candidates, measured, strict=True)
-        ]
+        return [_row(candidate, settings.warm_up) for candidate in candidates]
+
+
+def _row(candidate: Candidate, warm_up: int) -> Record:
+    """Return what is known of a candidate, seconds of the slowest rank. Collective."""
+    seconds = torch.tensor(candidate.seconds, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    rounds = seconds.view(-1, candidate.visits)[warm_up:].tolist()
+    timed = {"seconds": [median(each) for each in rounds], "step_seconds": rounds}
+    return {"candidate": candidate.name, **timed, **candidate.facts, **_facts(candidate)}
 
 
 def _agreed(late: bool) -> bool:
@@ -187,7 +208,9 @@ def _candidates(module: nn.Module, settings: Settings, stack: ExitStack) -> list
     plain, shared = _trainee(module, settings), _trainee(module, settings)
     # Torch's PowerSGD hook hangs on gloo with more than one bucket.
     single = _trainee(module, settings, _ONE_BUCKET_MIB)
-    state = powerSGD_hook.PowerSGDState(world, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(
+        world, matrix_approximation_rank=4, start_powerSGD_iter=_POWERSGD_AFTER
+    )
     single.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     shared.model.register_comm_hook(None, shared.take)
     found = [Candidate(COMPUTE, plain, silent=True)]
@@ -223,9 +246,13 @@ def _in_one_chunk(handle: Handle) -> None:
     compression.change(_INT8, lambda name: _INT8, compressor)
 
 
-def _let_auto_choose(candidates: Sequence[Candidate], batch: ImageSet, settings: Settings) -> None:
-    """Train by ``auto`` alone until it has chosen: it times whole steps that follow each other."""
-    auto = next(candidate for candidate in candidates if candidate.name == AUTO)
+def _prepare(candidates: Sequence[Candidate], batch: ImageSet, settings: Settings) -> None:
+    """Bring torch's PowerSGD past its exact steps, and let ``auto`` choose by steps of its own."""
+    by_name = {candidate.name: candidate for candidate in candidates}
+    hooked, auto = by_name[TORCH_POWERSGD], by_name[AUTO]
+    for _ in range(_POWERSGD_AFTER):
+        hooked.step(batch)
+    hooked.seconds.clear()
     assert auto.handle is not None
     compression = auto.handle.hook.compression
     assert compression is not None

@@ -40,14 +40,14 @@ def test_the_ddp_comparison_has_a_row_for_each_candidate(ranks):
     for rows in ranks.run(_side_by_side, 2):
         names = [row["candidate"] for row in rows]
         assert names == ["compute", *TINY.candidates]
-        assert all(len(row["seconds"]) == TINY.steps for row in rows)
+        assert all(len(row["seconds"]) == TINY.rounds for row in rows)
         by_name = {row["candidate"]: row for row in rows}
         assert by_name["int8"]["codecs"] == ["int8"]
         assert 0.25 < by_name["int8"]["sent_nbytes"] / by_name["int8"]["dense_nbytes"] < 0.29
         assert by_name["auto"]["reason"]
 
 
-TINY = Settings(codecs=("int8",), warm_up=1, steps=2, batch=1, size=8, width=8, timeout_s=20.0)
+TINY = Settings(policy="int8", rounds=2, width=8, timeout_s=20.0)
 
 
 def _side_by_side(rank, world_size):

@@ -9,6 +9,7 @@ from topo_ar.figures.style import (
     Record,
     caption,
     colour,
+    count_range,
     legend_below_title,
     marker,
     new_figure,
@@ -70,8 +71,7 @@ def busbw_over_size(rows: list[Record]) -> "Figure":
     _draw_share(share, series)
     for axes in (left, share):
         size_axis(axes, [row["nbytes"] for row in right])
-    counts = sorted({point.num_samples for points in series.values() for point in points})
-    samples = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    samples = count_range(point.num_samples for points in series.values() for point in points)
     figure.suptitle(f"{collective}, {world_size} ranks on {hosts} hosts, {dtype}", fontsize=10)
     marks = sorted({mark for row in right for mark in row.get("marks") or ()})
     caption(

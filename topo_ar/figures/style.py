@@ -122,6 +122,12 @@ def caption(figure: "Figure", sentences: Iterable[str]) -> None:
     figure.supxlabel(text, fontsize=7.5, color=GREY, x=0.01, ha="left")
 
 
+def count_range(counts: Iterable[int]) -> str:
+    """Return ``20``, or ``10-20`` where the least and the greatest differ."""
+    counts = sorted(counts)
+    return "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+
+
 def one_of(rows: Iterable[Record], keys: Iterable[str], figure: str) -> tuple[Any, ...]:
     """Return the values of `keys`, which all rows must share.
 

@@ -8,6 +8,7 @@ from topo_ar.figures.style import (
     Record,
     caption,
     colour,
+    count_range,
     legend_below_title,
     new_figure,
     one_of,
@@ -54,8 +55,7 @@ def step_time(rows: list[Record]) -> "Figure":
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("training step (ms)")
     axes.set_title(f"Training step, {world_size} ranks", loc="left")
-    counts = sorted(len(row["seconds"]) for row in rows)
-    num_steps = "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    num_steps = count_range(len(row["seconds"]) for row in rows)
     caption(
         figure,
         [

@@ -11,6 +11,7 @@ from topo_ar.figures.style import (
     Record,
     caption,
     colour,
+    count_range,
     legend_below_title,
     marker,
     new_figure,
@@ -76,8 +77,7 @@ def wire_share(rows: list[Record]) -> "Figure":
     _draw_sizes(left, by_size, setups[by_size], names)
     _draw_setups(beside, setups, names)
     shares = [share for some in setups.values() for share in some]
-    counts = sorted({share.num_samples for share in shares})
-    samples = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    samples = count_range(share.num_samples for share in shares)
     marked = any(share.is_marked for share in shares)
     kinds = {row["manifest"].get("emulation") for row in wired}
     caption(
