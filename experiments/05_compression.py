@@ -31,7 +31,7 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -44,6 +44,7 @@ from experiments import compression_ddp, compression_ddp_ranks
 from experiments.compression_accuracy import Training, train, trainings
 from experiments.compression_kernels import measure
 from experiments.compression_kernels_powersgd import measure_powersgd
+from experiments.compression_targets import accuracy_lines, kernel_lines
 from experiments.workloads.small import load
 from topo_ar.cli.bench_events import write_event
 from topo_ar.cli.script import exit_code_of
@@ -76,8 +77,7 @@ class Config:
 def run_kernels(config: Config) -> None:
     """Time the kernels, write a record and print a line for each."""
     nbytes, samples = (_MIB, 3) if config.quick else (25 * _MIB, config.samples)
-    name = "compression_kernels.quick.jsonl" if config.quick else "compression_kernels.jsonl"
-    with RecordWriter(config.out / name) as writer:
+    with RecordWriter(path_of(config, "kernels")) as writer:
         steps = [] if config.quick else measure_powersgd(samples)
         for row in chain(measure(nbytes, samples), steps):
             writer.write({**row, "manifest": manifest("threads")})
@@ -93,8 +93,7 @@ def run_kernels(config: Config) -> None:
 
 def run_accuracy(config: Config) -> None:
     """Train what is not in the records yet, then print the table."""
-    name = "compression_accuracy.quick.jsonl" if config.quick else "compression_accuracy.jsonl"
-    path = config.out / name
+    path = path_of(config, "accuracy")
     tasks = {task: load(task) for task in config.tasks}
     wanted = trainings(list(tasks), 1 if config.quick else config.seeds)
     with RecordWriter(path) as writer:
@@ -126,12 +125,25 @@ def run_ddp(config: Config) -> None:
         for optimizer in optimizers
         for nic in nics
     ]
-    compression_ddp.run(ddp_path(config), cases, config.pieces)
+    compression_ddp.run(path_of(config, "ddp"), cases, config.pieces)
 
 
-def ddp_path(config: Config) -> Path:
-    """Return where the trainings on emulated hosts are kept."""
-    return config.out / f"compression_ddp{'.quick' if config.quick else ''}.jsonl"
+def table(config: Config) -> Iterator[str]:
+    """Yield the targets of everything that there are records of."""
+    parts = (
+        ("kernels", kernel_lines),
+        ("accuracy", accuracy_lines),
+        ("ddp", compression_ddp.table),
+    )
+    for name, lines in parts:
+        path = path_of(config, name)
+        if path.exists():
+            yield from lines(read_records(path))
+
+
+def path_of(config: Config, part: str) -> Path:
+    """Return where the records of a part are kept."""
+    return config.out / f"compression_{part}{'.quick' if config.quick else ''}.jsonl"
 
 
 def print_table(records: Sequence[Record]) -> None:
@@ -205,9 +217,9 @@ def main() -> int:
             run_accuracy(config)
         if config.ddp:
             run_ddp(config)
-        if config.ddp or config.table:
-            for line in compression_ddp.table(read_records(ddp_path(config))):
-                print(line)
+        if config.table:
+            for text in table(config):
+                print(text)
         return 0
 
     return exit_code_of(work, "interrupted; the same command goes on")

@@ -23,6 +23,7 @@ from experiments.compression_ddp_ranks import (
     UNCHUNKED,
     Settings,
 )
+from experiments.compression_targets import interval, line
 from topo_ar.cli.bench_events import EventReader
 from topo_ar.emulation.check import report
 from topo_ar.emulation.launch import start
@@ -30,7 +31,7 @@ from topo_ar.emulation.loopback import open_cluster
 from topo_ar.emulation.spec import ClusterSpec
 from topo_ar.errors import ExecutionError
 from topo_ar.planning.policy import parse_policy
-from topo_ar.telemetry.metrics import RatioInterval, speedup_interval
+from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, RecordWriter, manifest, read_records
 from topo_ar.units import format_seconds, format_size, parse_rate
 
@@ -156,13 +157,13 @@ def _rate_table(rows: Sequence[Record]) -> Iterator[str]:
     )
     for name, samples in seconds.items():
         found = speedup_interval(seconds[PLAIN], samples)
-        line = (
-            f"{name:18}{format_seconds(median(samples)):>9} a step, {_interval(found)} x plain DDP"
+        text = (
+            f"{name:18}{format_seconds(median(samples)):>9} a step, {interval(found)} x plain DDP"
         )
         if last[name].get("sent_nbytes"):
             sent, dense = (format_size(last[name][k]) for k in ("sent_nbytes", "dense_nbytes"))
-            line += f", {sent} of {dense} a rank"
-        yield line
+            text += f", {sent} of {dense} a rank"
+        yield text
     for row in chosen:
         why = row["reason"].split("In turns a step took: ")[-1]
         yield f"auto chose {', '.join(row['codecs']) or EXACT}: {why}"
@@ -180,43 +181,30 @@ def _verdicts(
 ) -> Iterator[str]:
     compute = median(seconds[COMPUTE])
     exposed = (median(seconds[PLAIN]) - compute) / compute
-    yield _line(
+    yield line(
         "compute, seconds", f"<= {_MOST_COMPUTE_S:g}", f"{compute:.3f}", compute <= _MOST_COMPUTE_S
     )
-    yield _line("exposed by plain DDP / compute", "-", f"{exposed:.2f}")
+    yield line("exposed by plain DDP / compute", "-", f"{exposed:.2f}")
     best = min((EXACT, *settings.codecs), key=lambda name: median(seconds[name]))
     # Step by step where both had as many, else round by round.
     all_steps = len(steps[AUTO]) == len(steps[best])
     auto = speedup_interval(*((steps if all_steps else seconds)[name] for name in (AUTO, best)))
     ok = auto.high <= _MOST_OF_BEST
-    yield _line(
+    yield line(
         f"auto / best admitted, {best}, n={auto.num_samples}",
         f"<= {_MOST_OF_BEST:g}",
-        _interval(auto),
+        interval(auto),
         ok,
     )
     gain = speedup_interval(seconds[PLAIN], seconds[AUTO])
     slowest, least = _LEAST_AT_SLOWEST
     at_most = f", at most {median(seconds[PLAIN]) / compute:.1f} for compute"
     if rate <= slowest:
-        yield _line(
-            "plain DDP / auto", f">= {least:g}", _interval(gain) + at_most, gain.low >= least
-        )
+        yield line("plain DDP / auto", f">= {least:g}", interval(gain) + at_most, gain.low >= least)
     else:
-        yield _line("plain DDP / auto", "-", _interval(gain) + at_most)
+        yield line("plain DDP / auto", "-", interval(gain) + at_most)
     for name in (TORCH_FP16, TORCH_POWERSGD):
-        yield _line(
-            f"{name} / auto", "-", _interval(speedup_interval(seconds[name], seconds[AUTO]))
-        )
+        yield line(f"{name} / auto", "-", interval(speedup_interval(seconds[name], seconds[AUTO])))
     if UNCHUNKED in seconds:
         gain = speedup_interval(seconds[UNCHUNKED], seconds["int8"])
-        yield _line(f"{UNCHUNKED} / int8", "-", _interval(gain))
-
-
-def _line(what: str, target: str, measured: str, passed: bool | None = None) -> str:
-    word = "" if passed is None else "PASS" if passed else "MISS"
-    return f"{what:44} {target:>7} {measured:<24} {word}".rstrip()
-
-
-def _interval(found: RatioInterval) -> str:
-    return f"{found.ratio:.3f} [{found.low:.3f}, {found.high:.3f}]"
+        yield line(f"{UNCHUNKED} / int8", "-", interval(gain))
