@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.training import timed_step
 from experiments.workloads.resnet import ImageSet, gratings, resnet18
-from topo_ar.compression.registry import make
-from topo_ar.compression.two_shot import TwoShot
+from topo_ar.compression.protocol import Group, Layout, Reduced
+from topo_ar.compression.quantize import Quantized
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.torch_private import GradBucket
 from topo_ar.integrations.compression_choice import CompressionSettings
@@ -240,12 +240,29 @@ def _candidates(module: nn.Module, settings: Settings, stack: ExitStack) -> list
     return found
 
 
+class _OneChunk(Quantized):
+    """Encodes a whole shard before any of it is sent."""
+
+    def reduce(
+        self, shard: torch.Tensor, layout: Layout, rail: Group, node: Group, step: int
+    ) -> Reduced:
+        """Add up the shards of the rail; see `Compressor.reduce`."""
+        return super().reduce(shard, layout, _Unpipelined(rail), node, step)
+
+
+class _Unpipelined:
+    """A group without operations that begin now and end later."""
+
+    def __init__(self, group: Group) -> None:
+        self.index, self.size = group.index, group.size
+        self.all_reduce, self.all_gather = group.all_reduce, group.all_gather
+        self.all_to_all = group.all_to_all
+
+
 def _in_one_chunk(handle: Handle) -> None:
-    compressor, compression = make(_INT8), handle.hook.compression
-    assert isinstance(compressor, TwoShot)
+    compression = handle.hook.compression
     assert compression is not None
-    compressor.encoding.whole = True
-    compression.change(_INT8, lambda name: _INT8, compressor)
+    compression.change(_INT8, lambda name: _INT8, _OneChunk(_INT8))
 
 
 def _prepare(candidates: Sequence[Candidate], batch: ImageSet, settings: Settings) -> None:
