@@ -41,8 +41,12 @@ def test_a_few_random_jobs(ranks, waves) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_thousand_random_jobs(ranks, capsys) -> None:
-    """``TOPO_AR_SEED=N`` repeats the run of seed N."""
+    """``TOPO_AR_SEED=N`` repeats the run of seed N; ``TOPO_AR_JOBS=M`` ends it after M jobs.
+
+    The runs of several seeds add up: each prints how many jobs it was.
+    """
     drawn = int(os.environ.get("TOPO_AR_SEED", time.time_ns() % 2**32))
+    wanted = int(os.environ.get("TOPO_AR_JOBS", "2000"))
     done = [0, 0]
 
     @seed(drawn)
@@ -56,7 +60,7 @@ def test_two_thousand_random_jobs(ranks, capsys) -> None:
     )
     @given(_waves(JOBS_A_RUN))
     def run(waves: list[list[Job]]) -> None:
-        if done[0] < 2000:
+        if done[0] < wanted:
             _check(ranks, waves)
             done[0] += sum(map(len, waves))
             done[1] += sum(len(job.calls) for wave in waves for job in wave)
