@@ -19,7 +19,7 @@ from experiments.soak import heap_nbytes
 from tests.jobs import blocks, communicator
 from tests.ranks import tell
 from topo_ar.errors import ConfigError, ExecutionError, PlanError
-from topo_ar.execution import gather
+from topo_ar.execution import bootstrap
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.network import Nic
 from topo_ar.execution.transports.rendezvous import listen
@@ -227,7 +227,7 @@ def test_communicators_made_by_hand_go_with_their_groups(ranks) -> None:
 def _after_a_restart(rank: int, world_size: int) -> float:
     """Ranks that a launcher started again find the store of their predecessors."""
     for attempt in range(2):
-        gather._names = gather._Names()
+        bootstrap._names = bootstrap._Names()
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         with _make(rank) as made:
             total = _total(made)

@@ -15,6 +15,7 @@ from topo_ar.emulation.launch import launch
 from topo_ar.emulation.links import payload_fraction
 from topo_ar.emulation.spec import ClusterSpec, parse_spec
 from topo_ar.errors import ExecutionError
+from topo_ar.execution.bootstrap import Bootstrap
 from topo_ar.execution.gather import Channel
 from topo_ar.execution.pingpong import measure_pairs
 from topo_ar.topology.clustering import nic_rates
@@ -95,7 +96,7 @@ def test_two_planted_racks_and_the_rate_between_them() -> None:
 
 
 def _measure_here(rank: int, world_size: int, budget: float) -> tuple[Measurement, list[str]]:
-    channel = Channel(None, 20.0)
+    channel = Channel(Bootstrap(None), 20.0)
     phases: list[str] = []
     try:
         measured = measure_pairs(channel, budget, lambda phase, done, total: phases.append(phase))
@@ -136,7 +137,7 @@ def test_no_time_is_refused(ranks) -> None:
 
 
 def _one_leaves(rank: int, world_size: int) -> str:
-    channel = Channel(None, 5.0)
+    channel = Channel(Bootstrap(None), 5.0)
 
     def leave(phase: str, done: int, total: int) -> None:
         if rank == 1 and done == 1:

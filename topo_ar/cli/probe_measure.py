@@ -46,6 +46,7 @@ def measure_job(
     import torch.distributed as dist
 
     from topo_ar.cli.topology_source import load_topology
+    from topo_ar.execution.bootstrap import Bootstrap
     from topo_ar.execution.gather import Channel
     from topo_ar.execution.pingpong import measure_pairs
 
@@ -56,7 +57,7 @@ def measure_job(
     except (RuntimeError, ValueError) as error:
         raise ExecutionError(f"the ranks of the job did not meet: {error}") from None
     try:
-        channel = Channel(None, _MEETING_S)
+        channel = Channel(Bootstrap(None), _MEETING_S)
         first = channel.rank == 0
         measurement = measure_pairs(channel, budget_s, _say if first else None)
         channel.close()

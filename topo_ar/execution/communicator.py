@@ -7,6 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Self
 
@@ -23,6 +24,7 @@ from topo_ar.execution.agreement import (
     tensor_facts,
 )
 from topo_ar.execution.arguments import check, is_plain_memory
+from topo_ar.execution.bootstrap import Bootstrap
 from topo_ar.execution.discover import discover_job
 from topo_ar.execution.entrance import Entrance
 from topo_ar.execution.flight import Collective, Span
@@ -110,24 +112,17 @@ class Communicator:
         reproducible: bool = False,
         debug: bool | None = None,
     ) -> None:
-        if isinstance(plan, str) and plan not in MODES:
-            raise ConfigError(f"plan={plan!r} is not one of {', '.join(MODES)} or a Plan")
-        if not 0 < timeout_s < math.inf:
-            raise ConfigError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
-        flat = plan.family is Family.FLAT_RING if isinstance(plan, Plan) else plan in _FLAT
-        if reproducible and flat:
-            raise ConfigError(
-                "reproducible=True fixes the order of summation, which a flat plan leaves to "
-                "torch.distributed; use another plan"
-            )
-        self._timeout_s = timeout_s
-        self._reproducible = reproducible
-        self._debug = debug_wanted() if debug is None else debug
-        self._job = job = Job(group, timeout_s, SLOT_NBYTES)
-        self.rank, self.world_size = job.channel.rank, job.channel.world_size
-        self.nodes = job.nodes
-        uses_nccl = backend_of(group, "cuda") == "nccl"
-        try:
+        self.bootstrap = bootstrap = Bootstrap(group)
+        with ExitStack() as undo, bootstrap.all_or_none():
+            flat = _check_options(plan, timeout_s, reproducible=reproducible)
+            self._timeout_s = timeout_s
+            self._reproducible = reproducible
+            self._debug = debug_wanted() if debug is None else debug
+            self._job = job = Job(bootstrap, timeout_s, SLOT_NBYTES)
+            undo.callback(job.close)
+            self.rank, self.world_size = job.channel.rank, job.channel.world_size
+            self.nodes = job.nodes
+            uses_nccl = backend_of(group, "cuda") == "nccl"
             options = {
                 "plan": plan.hash if isinstance(plan, Plan) else plan,
                 "topology": topology_hash(topology) if topology else "probed",
@@ -143,28 +138,26 @@ class Communicator:
             control = None
             # The plain path has no fixed order; debug mode is there to show what fails.
             if not (flat or job.plain_reason or reproducible or self._debug):
-                control = job.open_control(group, timeout_s)
-        except BaseException:
-            job.close()
-            raise
-        self._shared = SharedInputs(job.channel, job.node)
-        pipeline = Pipeline(job.node, self.rank, job.flows, SLOT_NBYTES, self._shared)
-        recovery = Recovery(control, pipeline) if control is not None else None
-        self._loop = Loop(pipeline, job, timeout_s, recovery, rail_of(job.nodes, self.rank))
-        self._end = weakref.finalize(self, self._loop.abandon)
-        self._end.atexit = False
-        self._entrance = Entrance(self._loop)
-        self._host_copies: dict[torch.device, HostCopies] = {}
-        self._nccl: NcclPath | None = None
-        if uses_nccl:
-            self._nccl = NcclPath(job.nodes, self.rank, job.channel.name, timeout_s)
-        self._lock = threading.Lock()
-        self._next_ticket = 0
-        # By number of elements, dtype and operation: small tensors that need no more looking up.
-        self._lines: dict[tuple[int, torch.dtype, dist.ReduceOp.RedOpType], Line] = {}
-        self._closed = False
-        self._agreement = Agreement(job.channel)
-        try:
+                control = job.open_control()
+            self._shared = SharedInputs(job.channel, job.node)
+            pipeline = Pipeline(job.node, self.rank, job.flows, SLOT_NBYTES, self._shared)
+            recovery = Recovery(control, pipeline) if control is not None else None
+            self._loop = Loop(pipeline, job, timeout_s, recovery, rail_of(job.nodes, self.rank))
+            self._end = weakref.finalize(self, self._loop.abandon)
+            self._end.atexit = False
+            self._entrance = Entrance(self._loop)
+            self._host_copies: dict[torch.device, HostCopies] = {}
+            self._nccl: NcclPath | None = None
+            self._lock = threading.Lock()
+            self._next_ticket = 0
+            # By number of elements, dtype and operation: small tensors that are looked up here.
+            self._lines: dict[tuple[int, torch.dtype, dist.ReduceOp.RedOpType], Line] = {}
+            self._closed = False
+            self._agreement = Agreement(job.channel)
+            undo.pop_all()
+            undo.callback(self.close)
+            if uses_nccl:
+                self._nccl = NcclPath(job.nodes, self.rank, job.channel.name, timeout_s)
             if measure:
                 self.topology = self._with_measured_levels(self.topology)
             self._plans_for = partial(
@@ -178,9 +171,8 @@ class Communicator:
                 nics=job.nics,
             )
             self._plans = self._plans_for(self.topology)
-        except BaseException:
-            self.close()
-            raise
+            job.channel.all_gather_words([self.rank])  # all have one, or none has
+            undo.pop_all()
         alive.add(self)
 
     def plan_for(self, nbytes: int, itemsize: int = 4, device: str = "cpu") -> Plan:
@@ -680,6 +672,21 @@ class Communicator:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_options(plan: str | Plan, timeout_s: float, *, reproducible: bool) -> bool:
+    """Return whether `plan` keeps to the plain path; refuse what cannot be."""
+    if isinstance(plan, str) and plan not in MODES:
+        raise ConfigError(f"plan={plan!r} is not one of {', '.join(MODES)} or a Plan")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
+    flat = plan.family is Family.FLAT_RING if isinstance(plan, Plan) else plan in _FLAT
+    if reproducible and flat:
+        raise ConfigError(
+            "reproducible=True fixes the order of summation, which a flat plan leaves to "
+            "torch.distributed; use another plan"
+        )
+    return flat
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

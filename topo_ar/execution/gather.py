@@ -3,10 +3,7 @@
 Everything travels as bytes through an all-gather on a private gloo group; nothing is pickled.
 """
 
-import hashlib
 import os
-import threading
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,40 +12,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from topo_ar.errors import ConfigError, ExecutionError
+from topo_ar.errors import ExecutionError
+from topo_ar.execution.bootstrap import Bootstrap
 from topo_ar.execution.network import local_address
-from topo_ar.execution.torch_private import gloo_group
 from topo_ar.execution.transports.rendezvous import NONCE_NBYTES
 from topo_ar.execution.transports.segment import Card, Owned, Peer, open_peer
-
-
-class _Names:
-    """Names for groups: equal on all ranks of a group, and never used twice in a store.
-
-    Within a scope, which is equal on all ranks, they are counted apart.
-
-    Torch's own names for groups of a part of the ranks depend on how many groups a rank is in.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._world: object = None
-        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
-
-    def next(self, ranks: tuple[int, ...], scope: str) -> str:
-        with self._lock:
-            if self._world is not dist.group.WORLD:  # a new job, in which other ranks may be new
-                self._world = dist.group.WORLD
-                self._made.clear()
-            self._made[scope, ranks] += 1
-            number = self._made[scope, ranks]
-        digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        # A launcher that restarts ranks may hand them the store of those before.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return f"topo_ar/{restart}/{digest}/{scope}{number}"
-
-
-_names = _Names()
 
 
 class Unreachable(ExecutionError):  # noqa: N818 - an event that the loop turns into a message
@@ -58,15 +26,17 @@ class Unreachable(ExecutionError):  # noqa: N818 - an event that the loop turns 
 class Channel:
     """A private gloo group for set-up and for the plain path.
 
-    Making one is collective over the ranks of `group` alone. It works until it is closed, even
+    Making one is collective over the ranks of `bootstrap` alone. It works until it is closed, even
     where torch's own groups are destroyed before.
 
     Parameters
     ----------
-    group : ProcessGroup or None
-        The group whose ranks take part; None for the default group.
+    bootstrap : Bootstrap
+        The ranks that take part.
     timeout_s : float
         Deadline of each operation on the channel.
+    name : str
+        Tells the channels of one bootstrap apart.
 
     Attributes
     ----------
@@ -82,33 +52,18 @@ class Channel:
     Raises
     ------
     ConfigError
-        If this rank is not in `group`, or ``GLOO_SOCKET_IFNAME`` is not usable.
+        If ``GLOO_SOCKET_IFNAME`` is not usable.
     ExecutionError
         If the ranks do not meet.
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None", timeout_s: float) -> None:
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
-            raise ConfigError(
-                f"rank {dist.get_rank()} is not in the group; make communicators on the group's "
-                "own ranks only"
-            )
-        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        self._made: dist.ProcessGroup | None = None
-        self.world_size = len(self.ranks)
-        # Groups that make communicators by themselves do so in no common order.
-        scope = getattr(group, "communicator_scope", "")
-        self.name = name = _names.next(self.ranks, scope)
+    def __init__(self, bootstrap: Bootstrap, timeout_s: float, name: str = "channel") -> None:
+        self.rank, self.world_size = bootstrap.rank, bootstrap.world_size
+        self.ranks, self.name = bootstrap.ranks, bootstrap.name
         self.address = local_address(self.rank)
-        try:
-            self._made = gloo_group(
-                name, self.rank, self.world_size, timeout_s, own_connection=bool(scope)
-            )
-        except RuntimeError as error:
-            raise ExecutionError(
-                f"rank {self.rank} did not meet the other {self.world_size - 1} ranks: {error}"
-            ) from None
+        self._made: dist.ProcessGroup | None = bootstrap.gloo(name, timeout_s)
+        # Who left at once would break off the connections that others still make.
+        self.all_gather_words([self.rank])
 
     @property
     def _group(self) -> "dist.ProcessGroup":

@@ -2,12 +2,13 @@
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import msgspec
-import torch.distributed as dist
 
 from topo_ar.errors import ExecutionError
+from topo_ar.execution.bootstrap import Bootstrap
 from topo_ar.execution.gather import Channel, find_colocated
 from topo_ar.execution.network import Nic, local_nics
 from topo_ar.execution.nics import Endpoint, in_order_of_use, own_nics, way
@@ -36,14 +37,14 @@ class _Announcement(msgspec.Struct, frozen=True):
 
 
 class Job:
-    """One rank's view of a job. Making one is collective over the ranks of `group`.
+    """One rank's view of a job. Making one is collective over the ranks of `bootstrap`.
 
     It is whole when `connect` was called.
 
     Parameters
     ----------
-    group : ProcessGroup or None
-        The ranks; None for the default group.
+    bootstrap : Bootstrap
+        The ranks.
     timeout_s : float
         Deadline of operations on the channel.
     slot_nbytes : int
@@ -69,16 +70,15 @@ class Job:
     Raises
     ------
     ConfigError
-        If this rank is not in `group`, or ``GLOO_SOCKET_IFNAME`` is not usable.
+        If ``GLOO_SOCKET_IFNAME`` is not usable.
     ExecutionError
         If the ranks do not meet.
     """
 
-    def __init__(
-        self, group: "dist.ProcessGroup | None", timeout_s: float, slot_nbytes: int
-    ) -> None:
+    def __init__(self, bootstrap: Bootstrap, timeout_s: float, slot_nbytes: int) -> None:
+        self._bootstrap, self._timeout_s = bootstrap, timeout_s
         with ExitStack() as undo:
-            self.channel = Channel(group, timeout_s)
+            self.channel = Channel(bootstrap, timeout_s)
             undo.callback(self.channel.close)
             owned = Owned(slot_nbytes)
             undo.callback(owned.close)
@@ -103,15 +103,16 @@ class Job:
             return "this processor does not keep the order of stores that shared counters need"
         return None
 
-    def open_control(self, group: "dist.ProcessGroup | None", timeout_s: float) -> Channel:
-        """Make `control` and return it. Collective; arguments as for the job.
+    def open_control(self) -> Channel:
+        """Make `control` and return it. Collective.
 
         Raises
         ------
         ExecutionError
             If the ranks do not meet.
         """
-        self.control = Channel(group, _CONTROL_PATIENCE * timeout_s + _CONTROL_PATIENCE_S)
+        timeout_s = _CONTROL_PATIENCE * self._timeout_s + _CONTROL_PATIENCE_S
+        self.control = Channel(self._bootstrap, timeout_s, "control")
         self._undo.callback(self.control.close)
         return self.control
 
@@ -138,7 +139,9 @@ class Job:
         if len(self._nics) > 1:
             level = next((n for n in levels(topology).nodes if rank in n.ranks), None)
             self._nics = in_order_of_use(self._nics, level, rank, node.local_rank)
-        self.nics = own_nics(self.nodes, self._meet(self.channel, _SETUP_TIMEOUT_S))
+        self.nics = own_nics(
+            self.nodes, self._meet(self.channel, _SETUP_TIMEOUT_S, self._bootstrap.look)
+        )
 
     def reconnect(self) -> bool:
         """Make the flows anew after a failure: news of dead ranks takes them. Collective.
@@ -165,7 +168,9 @@ class Job:
         self.flows = {}
         return False
 
-    def _meet(self, channel: Channel, timeout_s: float) -> dict[int, tuple[Endpoint, ...]]:
+    def _meet(
+        self, channel: Channel, timeout_s: float, look: Callable[[], None] = lambda: None
+    ) -> dict[int, tuple[Endpoint, ...]]:
         """Connect with the ranks of other hosts; return where every rank listens."""
         rank, nics = channel.rank, self._nics
         with ExitStack() as listening:
@@ -185,7 +190,7 @@ class Job:
                 peer: way(mine.endpoints, announced[peer].endpoints)
                 for peer in peers_of(self.nodes, rank)
             }
-            self.flows = connect(listeners, rank, ways, announced[0].nonce, timeout_s)
+            self.flows = connect(listeners, rank, ways, announced[0].nonce, timeout_s, look)
         for flow in self.flows.values():
             self._undo.callback(flow.close)
         return {peer: each.endpoints for peer, each in enumerate(announced)}

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from topo_ar.errors import ConfigError, TopoError
+from topo_ar.execution.bootstrap import refused_for_all
 from topo_ar.execution.communicator import DEFAULT_TIMEOUT_S, Communicator
 from topo_ar.execution.options import require_equal
 from topo_ar.execution.torch_private import bucket_cap_mib
@@ -257,17 +258,18 @@ def attach(
         model = DistributedDataParallel(module)
         handle = topo_ar.attach(model)
     """
-    refuse_unsupported(ddp)
-    settings = compression_settings(
-        ddp.module,
-        compression=compression,
-        policy=policy,
-        optimizer=optimizer,
-        start_step=start_step,
-        warm_up_steps=warm_up_steps,
-        guard_steps=guard_steps,
-    )
-    chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
+    with refused_for_all(getattr(ddp, "process_group", None)):
+        refuse_unsupported(ddp)
+        settings = compression_settings(
+            ddp.module,
+            compression=compression,
+            policy=policy,
+            optimizer=optimizer,
+            start_step=start_step,
+            warm_up_steps=warm_up_steps,
+            guard_steps=guard_steps,
+        )
+        chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
     communicator = Communicator(
         ddp.process_group,
         topology=topology,
@@ -276,7 +278,8 @@ def attach(
         reproducible=reproducible,
     )
     try:
-        return _attached(ddp, communicator, plan, settings, chosen)
+        with communicator.bootstrap.all_or_none():
+            return _attached(ddp, communicator, plan, settings, chosen)
     except BaseException:
         communicator.close()
         raise
@@ -376,19 +379,20 @@ def ddp(
     ConfigError
         As for `attach`.
     """
-    settings = compression_settings(
-        module,
-        compression=compression,
-        policy=policy,
-        optimizer=optimizer,
-        start_step=start_step,
-        warm_up_steps=warm_up_steps,
-        guard_steps=guard_steps,
-    )
-    chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
     group = options.get("process_group")
     if group is None and options.get("device_mesh") is not None:
         group = options["device_mesh"].get_group(mesh_dim=0)
+    with refused_for_all(group):
+        settings = compression_settings(
+            module,
+            compression=compression,
+            policy=policy,
+            optimizer=optimizer,
+            start_step=start_step,
+            warm_up_steps=warm_up_steps,
+            guard_steps=guard_steps,
+        )
+        chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
     communicator = Communicator(
         group, topology=topology, plan=plan, timeout_s=timeout_s, reproducible=reproducible
     )
@@ -400,9 +404,10 @@ def ddp(
             if planned is not None and communicator.rank == 0:
                 cap = cap_name(planned.bucket_cap_mib)
                 logger.info("bucket cap %s: %s %s", cap, planned.reason, planned.backward_source)
-        model = DistributedDataParallel(module, **options)
-        refuse_unsupported(model)
-        _attached(model, communicator, plan, settings, chosen)
+        with communicator.bootstrap.all_or_none():
+            model = DistributedDataParallel(module, **options)
+            refuse_unsupported(model)
+            _attached(model, communicator, plan, settings, chosen)
     except BaseException:
         communicator.close()
         raise

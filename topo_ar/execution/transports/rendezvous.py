@@ -5,7 +5,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from topo_ar.errors import ExecutionError
@@ -15,6 +15,7 @@ from topo_ar.execution.transports.tcp import Flow
 NONCE_NBYTES = 16
 _HELLO = struct.Struct(f"<{NONCE_NBYTES}sI")
 _MOST_SILENT = 256
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,12 @@ def connect(
     ways: Mapping[int, Way],
     nonce: bytes,
     deadline_s: float,
+    look: Callable[[], None] = lambda: None,
 ) -> dict[int, Flow]:
     """Return one flow to every rank of `ways`; the lower rank of a pair calls the higher.
 
     A connection that does not present this job's `nonce` is dropped, so that a stray process or a
-    former run of the job cannot take a place.
+    former run of the job cannot take a place. `look` is called now and then, and may raise.
 
     Raises
     ------
@@ -66,7 +68,7 @@ def connect(
             sock = _call(ways[peer], peer, end)
             sock.sendall(_HELLO.pack(nonce, rank))
             flows[peer] = Flow(sock, peer)
-        for peer, sock in _accept(listeners, nonce, waiting, end):
+        for peer, sock in _accept(listeners, nonce, waiting, end, look):
             flows[peer] = Flow(sock, peer)
     except BaseException:
         for flow in flows.values():
@@ -95,7 +97,11 @@ def _call(way: Way, peer: int, end: float) -> socket.socket:
 
 
 def _accept(
-    listeners: Sequence[socket.socket], nonce: bytes, waiting: set[int], end: float
+    listeners: Sequence[socket.socket],
+    nonce: bytes,
+    waiting: set[int],
+    end: float,
+    look: Callable[[], None],
 ) -> Iterator[tuple[int, socket.socket]]:
     """Yield the connections of the ranks in `waiting`, whoever else calls meanwhile.
 
@@ -104,13 +110,14 @@ def _accept(
     callers = Callers(listeners)
     try:
         while waiting:
+            look()
             if end <= time.monotonic():
                 addresses = ", ".join(listener.getsockname()[0] for listener in listeners)
                 raise ExecutionError(
                     f"ranks {sorted(waiting)} did not connect to {addresses} in time",
                     ranks=waiting,
                 )
-            for hello, sock in callers.hear(end):
+            for hello, sock in callers.hear(min(end, time.monotonic() + _LOOK_S)):
                 theirs, peer = _HELLO.unpack(hello)
                 if secrets.compare_digest(theirs, nonce) and peer in waiting:
                     waiting.remove(peer)
