@@ -149,7 +149,9 @@ def test_operations_are_differentiable(run) -> None:
         assert found == (mean, 10.0, mean * (rank == 1), rank, 0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("threshold", ["1", "20000", "100000000"])
+@pytest.mark.parametrize(
+    "threshold", [pytest.param("1", marks=pytest.mark.slow), "20000", "100000000"]
+)
 def test_ranks_may_ask_in_any_order(ranks, threshold) -> None:
     env = {"HOROVOD_FUSION_THRESHOLD": threshold}
     assert ranks.run(_inside, 4, _asks_in_any_order, (), env=env) == [True] * 4
@@ -264,7 +266,12 @@ def _trains(rank, size, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_groups": 2}, {"groups": True}, {"gradient_predivide_factor": 4.0}],
+    [
+        {},
+        pytest.param({"num_groups": 2}, marks=pytest.mark.slow),
+        {"groups": True},
+        pytest.param({"gradient_predivide_factor": 4.0}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_double_precision_training_equals_ddp(run, options) -> None:
@@ -414,7 +421,7 @@ def _sparse_gradients(rank, size, as_dense):
     return _distance(plain, ours)
 
 
-@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("as_dense", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sparse_gradients_train_as_with_ddp(run, as_dense) -> None:
     assert max(run(_sparse_gradients, 4, as_dense)) <= 1e-12
 
@@ -427,7 +434,9 @@ def _compressed(rank, size, name):
     return _distance(model, exact), _same_everywhere(model)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("fp16", 1e-3), ("bf16", 1e-2)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("fp16", 1e-3), pytest.param("bf16", 1e-2, marks=pytest.mark.slow)]
+)
 def test_casts_round_and_ranks_stay_equal(run, name, limit) -> None:
     for distance, same in run(_compressed, 4, name):
         assert 0 < distance < limit

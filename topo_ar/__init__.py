@@ -29,6 +29,7 @@ from topo_ar.torch_backend import register_backend, register_if_loaded
 if TYPE_CHECKING:
     from topo_ar.api import all_reduce, discover, plan
     from topo_ar.execution.communicator import Communicator
+    from topo_ar.integrations.averaging import DiLoCo, LocalSGD
     from topo_ar.integrations.backend import BackendOptions
     from topo_ar.integrations.ddp import attach, ddp, handle_of
     from topo_ar.planning.plan import Plan
@@ -43,6 +44,8 @@ register_if_loaded()
 _HOMES = {
     "BackendOptions": "topo_ar.integrations.backend",
     "Communicator": "topo_ar.execution.communicator",
+    "DiLoCo": "topo_ar.integrations.averaging",
+    "LocalSGD": "topo_ar.integrations.averaging",
     "Plan": "topo_ar.planning.plan",
     "Topology": "topo_ar.topology.model",
     "all_reduce": "topo_ar.api",
@@ -59,8 +62,10 @@ __all__ = [
     "BackendOptions",
     "Communicator",
     "ConfigError",
+    "DiLoCo",
     "EmulationError",
     "ExecutionError",
+    "LocalSGD",
     "Plan",
     "PlanError",
     "TopoError",
