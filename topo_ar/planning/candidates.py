@@ -19,6 +19,7 @@ from topo_ar.planning.cost_levels import (
     weighted_stages,
 )
 from topo_ar.planning.cost_tree import double_binary_tree
+from topo_ar.planning.level_bounds import all_reduce_lower_bound
 from topo_ar.planning.nccl_search import NcclMachine, nccl_job
 from topo_ar.planning.nccl_tuning import NcclJob, choice
 from topo_ar.planning.pipelines import Pipeline
@@ -85,6 +86,12 @@ class Setting:
     def nccl_job(self) -> NcclJob | None:
         """What NCCL's search makes of `nccl`."""
         return nccl_job(self.nccl) if self.nccl else None
+
+    @cached_property
+    def wire_seconds_per_byte(self) -> float:
+        """What no all-reduce falls below at payload rates, for each byte of a buffer."""
+        nvls = self.nccl is not None and self.nccl.nvls
+        return all_reduce_lower_bound(self.parameters.levels, 1, "payload", nvls=nvls).seconds
 
     @cached_property
     def weighted(self) -> Weighted:
@@ -211,7 +218,9 @@ def _seconds(setting: Setting, family: Family, chunks: tuple[int, ...]) -> float
     if family == Family.FLAT_RING:
         nbytes = sum(chunks)
         if setting.nccl_job is not None:
-            return choice(setting.nccl_job, nbytes).seconds
+            # On two nodes with few NICs NCCL's own model promises more than they can carry.
+            least = nbytes * setting.wire_seconds_per_byte
+            return max(choice(setting.nccl_job, nbytes).seconds, least)
         return cost.flat_ring(setting.parameters, nbytes)
     if family in setting.rounds:
         return seconds_of(setting.rounds[family], sum(chunks))
