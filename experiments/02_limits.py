@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from topo_ar.cli.bench import cluster_spec, run_emulated
-from topo_ar.cli.bench_report import Report
+from experiments.bench_groups import bench
+from topo_ar.cli.bench import cluster_spec
 from topo_ar.cli.script import exit_code_of
+from topo_ar.errors import ExecutionError
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import Record, read_records
 from topo_ar.units import parse_size
@@ -187,22 +188,19 @@ def run(groups: Sequence[Group], out: Path, quick: bool) -> list[str]:
 
 
 def _measure(group: Group, path: Path, quick: bool) -> bool:
-    against = [name for name in group.against if _installed(name)]
-    settings = {
-        "sizes": [parse_size(size) for size in group.sizes.split(",")][: 1 if quick else None],
-        "iterations": 2 if quick else group.iterations,
-        "against": against,
-    }
     cluster = str(_SPECS / group.cluster) if group.cluster.endswith(".toml") else group.cluster
-    # A group counts when it is whole.
-    partial = path.with_suffix(".partial")
-    for old in (partial, partial.with_suffix(".predictions.jsonl")):
-        old.unlink(missing_ok=True)
-    with Report(str(partial), None) as report:
-        run_emulated(settings, cluster_spec(cluster, group.nic or "1gbit"), report)
-    if report.exit_code(None):
+    sizes = [parse_size(size) for size in group.sizes.split(",")][: 1 if quick else None]
+    against = [name for name in group.against if _installed(name)]
+    try:
+        bench(
+            path,
+            cluster_spec(cluster, group.nic or "1gbit"),
+            sizes,
+            2 if quick else group.iterations,
+            against,
+        )
+    except ExecutionError:
         return False
-    partial.rename(path)
     return True
 
 

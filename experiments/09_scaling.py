@@ -269,8 +269,8 @@ def table(rows: Sequence[Record]) -> Iterator[str]:
     sizes = sorted({row["gpus"] for row in rows})
     series: dict[tuple[str, ...], dict[int, Record]] = {}
     for row in rows:
-        *name, gpus = key_of(row)
-        series.setdefault(tuple(map(str, name)), {})[int(str(gpus))] = row
+        name = tuple(map(str, key_of(row)[:-1]))
+        series.setdefault(name, {})[row["gpus"]] = row
     yield f"{'efficiency against one GPU, %':72} " + " ".join(f"{size:>5}" for size in sizes)
     for name, found in series.items():
         cells = [

@@ -46,7 +46,7 @@ SCRIPT = "experiments.11_time_to_accuracy"
 NODES, RANKS = 2, 4
 # Gradients are small, so the credit of a token bucket has to be, for them to be shaped.
 _BURST = 16 << 10
-NICS = {"vision": "20mbit", "language": "100mbit", "recommender": "50mbit"}
+NICS = {"vision": "20mbit", "language": "100mbit", "recommender": "100mbit"}
 CANDIDATES = {
     "vision": (PLAIN, HOOK, "int8", "topk:0.05"),
     "language": (PLAIN, HOOK, "int8", "powersgd:4"),

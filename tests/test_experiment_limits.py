@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 
+from experiments import bench_groups
 from topo_ar.telemetry.records import RecordWriter
 
 limits = import_module("experiments.02_limits")
@@ -107,7 +108,7 @@ def test_only_a_whole_group_is_kept_and_a_failed_one_is_named(
         report.event("row", _whole_row())
         report.ranks_ended(code)
 
-    monkeypatch.setattr(limits, "run_emulated", measured)
+    monkeypatch.setattr(bench_groups, "run_emulated", measured)
     command = ["02_limits", "--only", "fast", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", command)
     assert limits.main() == code
