@@ -67,6 +67,7 @@ class Config:
     nodes: int = 2
     ranks: int = 4
     pieces: int | None = None
+    rounds: int = 10
     tasks: tuple[str, ...] = ("mnist1d", "digits")
     seeds: int = 3
     samples: int = 30
@@ -110,7 +111,7 @@ def run_accuracy(config: Config) -> None:
 
 def run_ddp(config: Config) -> None:
     """Train on emulated hosts what is not in the records yet."""
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"rounds": config.rounds}
     nics, optimizers = config.nics, config.optimizers
     if config.quick:
         nics, optimizers = nics[-1:], optimizers[:1]
@@ -196,6 +197,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=defaults.nodes)
     parser.add_argument("--ranks", type=int, default=defaults.ranks, help="ranks on each node")
     parser.add_argument("--pieces", type=int, help="of --ddp, at most; all when left out")
+    parser.add_argument("--rounds", type=int, default=defaults.rounds, help="of --ddp, in all")
     parser.add_argument(
         "--tasks", nargs="+", choices=("mnist1d", "digits"), default=list(defaults.tasks)
     )

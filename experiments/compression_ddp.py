@@ -54,7 +54,7 @@ class Case:
 
     def has(self, record: Record) -> bool:
         """Tell whether a record is of this case."""
-        mine = json.loads(msgspec.json.encode(self.settings))
+        mine = _kept(self.settings)
         where = (record["nodes"], record["ranks_per_node"], record["nic"])
         return where == (self.nodes, self.ranks, self.nic) and record["settings"] == mine
 
@@ -122,7 +122,7 @@ def _piece(case: Case, settings: Settings) -> list[Record]:
         "ranks_per_node": case.ranks,
         "nic": case.nic,
         "optimizer": settings.optimizer,
-        "settings": json.loads(msgspec.json.encode(case.settings)),
+        "settings": _kept(case.settings),
         "piece_seconds": round(time.monotonic() - begun, 1),
         "manifest": {
             **manifest("namespaces" if links.emulated else "loopback"),
@@ -130,6 +130,12 @@ def _piece(case: Case, settings: Settings) -> list[Record]:
         },
     }
     return [{**context, **row} for row in rows]
+
+
+def _kept(settings: Settings) -> Record:
+    """Return the settings without those of a single piece."""
+    plain: Record = json.loads(msgspec.json.encode(settings))
+    return {name: plain[name] for name in plain if name not in ("rounds", "piece_seconds")}
 
 
 def table(records: Iterable[Record]) -> Iterator[str]:

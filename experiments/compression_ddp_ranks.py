@@ -34,8 +34,6 @@ Announce = Callable[[str, Record], None]
 PLAIN, COMPUTE, EXACT, AUTO = "plain DDP", "compute", "none", "auto"
 TORCH_FP16, TORCH_POWERSGD = "torch fp16", "torch PowerSGD"
 _POWERSGD_AFTER = 2
-# Torch's hook is slow for two steps more.
-_POWERSGD_STEPS = _POWERSGD_AFTER + 2
 # The same codec without a chunk being encoded while another is on the wire.
 UNCHUNKED = "int8 in one chunk"
 _INT8 = Codec("int8")
@@ -269,7 +267,7 @@ def _prepare(candidates: Sequence[Candidate], batch: ImageSet, settings: Setting
     """Bring torch's PowerSGD past its first steps, and let ``auto`` choose by steps of its own."""
     by_name = {candidate.name: candidate for candidate in candidates}
     hooked, auto = by_name[TORCH_POWERSGD], by_name[AUTO]
-    for _ in range(_POWERSGD_STEPS):
+    for _ in range(_POWERSGD_AFTER):
         hooked.step(batch)
     hooked.seconds.clear()
     assert auto.handle is not None
@@ -286,8 +284,12 @@ def _prepare(candidates: Sequence[Candidate], batch: ImageSet, settings: Setting
 
 
 def _trainee(module: nn.Module, settings: Settings, cap_mib: int | None = None) -> Trainee:
+    # All ranks make the same weights from the same seed, and need not send them.
     model = DistributedDataParallel(
-        copy.deepcopy(module), bucket_cap_mb=cap_mib, gradient_as_bucket_view=True
+        copy.deepcopy(module),
+        bucket_cap_mb=cap_mib,
+        gradient_as_bucket_view=True,
+        init_sync=False,
     )
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     if settings.optimizer == "adam":
