@@ -18,7 +18,7 @@ samples.
 
 --ddp trains ResNet-18 on emulated hosts, 2 of 4 ranks with NICs of 0.1, 0.5 and 1 Gbit/s, with SGD
 and with Adam: plain DDP, every codec that the policy admits, the planner's choice and torch's own
-hooks take turns, with three steps in a round for those that send little. ``compute`` is a step
+hooks take turns, with --visits steps in a round for those that send little. ``compute`` is a step
 without any communication. compression_ddp.jsonl has a row for each with its raw samples and bytes.
 A piece of it takes less than 4 minutes and is kept when it is whole; rounds that are there already
 are not made again, and --pieces 1 ends after the next piece.
@@ -68,6 +68,7 @@ class Config:
     ranks: int = 4
     pieces: int | None = None
     rounds: int = 10
+    visits: int = 3
     tasks: tuple[str, ...] = ("mnist1d", "digits")
     seeds: int = 3
     samples: int = 30
@@ -111,7 +112,7 @@ def run_accuracy(config: Config) -> None:
 
 def run_ddp(config: Config) -> None:
     """Train on emulated hosts what is not in the records yet."""
-    more: dict[str, Any] = {"rounds": config.rounds}
+    more: dict[str, Any] = {"rounds": config.rounds, "visits": config.visits}
     nics, optimizers = config.nics, config.optimizers
     if config.quick:
         nics, optimizers = nics[-1:], optimizers[:1]
@@ -198,6 +199,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=defaults.ranks, help="ranks on each node")
     parser.add_argument("--pieces", type=int, help="of --ddp, at most; all when left out")
     parser.add_argument("--rounds", type=int, default=defaults.rounds, help="of --ddp, in all")
+    parser.add_argument("--visits", type=int, default=defaults.visits, help="steps a round")
     parser.add_argument(
         "--tasks", nargs="+", choices=("mnist1d", "digits"), default=list(defaults.tasks)
     )

@@ -41,6 +41,7 @@ _DEADLINE_S = 600.0
 _MOST_OF_BEST = 1.05
 _LEAST_AT_SLOWEST = (0.1e9 / 8, 3.0)
 _MOST_COMPUTE_S = 1.0
+_OF_A_PIECE = ("rounds", "visits", "piece_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def _piece(case: Case, settings: Settings) -> list[Record]:
 def _kept(settings: Settings) -> Record:
     """Return the settings without those of a single piece."""
     plain: Record = json.loads(msgspec.json.encode(settings))
-    return {name: plain[name] for name in plain if name not in ("rounds", "piece_seconds")}
+    return {name: plain[name] for name in plain if name not in _OF_A_PIECE}
 
 
 def table(records: Iterable[Record]) -> Iterator[str]:

@@ -39,7 +39,7 @@ UNCHUNKED = "int8 in one chunk"
 _INT8 = Codec("int8")
 _ONE_BUCKET_MIB = 1024
 # Those that send less than this part of the bytes, and auto, are near the best and need more steps.
-_NEAR_RATIO, _NEAR_VISITS = 0.1, 3
+_NEAR_RATIO = 0.1
 _MATRIX = (512, 512)
 
 
@@ -52,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         The policy admits the codecs that are compared.
     warm_up, rounds : int
         Rounds of all candidates that are not counted, in each piece; those that are, in all.
+    visits : int
+        Steps in a round of those that are near the best; all others have one.
     batch, size, width : int
         Images of a rank, the side of one, and channels of the first stage.
     piece_seconds : float
@@ -62,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "lossy:1"
     warm_up: int = 1
     rounds: int = 10
+    visits: int = 3
     batch: int = 1
     size: int = 8
     width: int = 64
@@ -125,14 +128,11 @@ class Candidate:
     facts: Record = field(default_factory=dict)
 
     @property
-    def visits(self) -> int:
-        """How many steps it has in a round."""
-        if self.name == AUTO:
-            return _NEAR_VISITS
-        if self.handle is None or self.name == UNCHUNKED:
-            return 1
-        near = parse_codec(self.name).ratio([_MATRIX], 2) < _NEAR_RATIO
-        return _NEAR_VISITS if near else 1
+    def is_near(self) -> bool:
+        """Whether it may be the fastest where the wire is slow."""
+        if self.handle is None or self.name in (AUTO, UNCHUNKED):
+            return self.name == AUTO
+        return parse_codec(self.name).ratio([_MATRIX], 2) < _NEAR_RATIO
 
     def step(self, batch: ImageSet) -> None:
         """Train one step. Collective."""
@@ -171,9 +171,9 @@ def train(settings: Settings, announce: Announce = lambda name, data: None) -> l
         for number in range(num_rounds):
             round_begun = time.monotonic()
             batch = images.take(range(number * settings.batch, (number + 1) * settings.batch))
-            for visit in range(_NEAR_VISITS):
+            for visit in range(settings.visits):
                 for candidate in turns:
-                    if visit < candidate.visits:
+                    if visit == 0 or candidate.is_near:
                         candidate.step(batch)
             turns.append(turns.pop(0))  # going first is no candidate's privilege
             now = time.monotonic()
@@ -182,14 +182,15 @@ def train(settings: Settings, announce: Announce = lambda name, data: None) -> l
             late = 2 * now - round_begun - begun > settings.piece_seconds
             if number >= settings.warm_up and _agreed(late):
                 break
-        return [_row(candidate, settings.warm_up) for candidate in candidates]
+        return [_row(candidate, settings) for candidate in candidates]
 
 
-def _row(candidate: Candidate, warm_up: int) -> Record:
+def _row(candidate: Candidate, settings: Settings) -> Record:
     """Return what is known of a candidate, seconds of the slowest rank. Collective."""
     seconds = torch.tensor(candidate.seconds, dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    rounds = seconds.view(-1, candidate.visits)[warm_up:].tolist()
+    visits = settings.visits if candidate.is_near else 1
+    rounds = seconds.view(-1, visits)[settings.warm_up :].tolist()
     timed = {"seconds": [median(each) for each in rounds], "step_seconds": rounds}
     return {"candidate": candidate.name, **timed, **candidate.facts, **_facts(candidate)}
 
