@@ -1,11 +1,13 @@
 # Every target makes the virtual environment when there is none.
-# Knobs: PYTHON (interpreter), VENV (where the environment lives); for the demo NODES, RANKS, NIC, OUT.
+# Knobs: PYTHON (interpreter), VENV (where the environment lives); for the demo NODES, RANKS, NIC, OUT;
+# RESULTS (folder of the experiments' records).
 PYTHON ?= python3
 VENV ?= .venv
 NODES ?= 2
 RANKS ?= 4
 NIC ?= 1gbit
 OUT ?= demo-results
+RESULTS ?= results
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
@@ -37,6 +39,12 @@ gpu-bundle: $(READY)  ## what a borrowed GPU machine needs to run experiments/gp
 workloads-data: $(READY)  ## what the workloads train on: packages of which only data files are read, so without what they depend on
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[workloads]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gensim==4.4.0 mlxtend==0.25.0 recbole==1.2.1
+
+experiments-quick: workloads-data  ## every experiment in its small form, in 25 minutes on two cores
+	$(BIN)/python -m experiments.run_all --quick --out $(RESULTS)
+
+experiments: workloads-data  ## every experiment; goes on where it was interrupted
+	$(BIN)/python -m experiments.run_all --out $(RESULTS)
 
 # An importable torch that fits is used as it is; otherwise the size of what pip will install is said first.
 $(READY): pyproject.toml constraints.txt

@@ -10,9 +10,9 @@ the same model of hosts with 08's calibration, goes on to more nodes and losses.
 
 Writes uneven_CASE.jsonl (measured: well, lost-25, lost-50, lost-75, sizes) and
 uneven_simulated.jsonl, a row a candidate: ``experiment`` "uneven", ``simulated``, ``case``,
-``num_nodes``, ``lost`` (share of one node's NIC; null in `sizes`, hosts of unequal numbers of ranks),
-``candidate`` ("plan", "plan:equal", "gloo"), ``nbytes``, ``median_seconds``, ``slowdown`` (median
-over the plan's where nothing is lost; in `sizes` over the plan's own), and where measured
+``num_nodes``, ``lost`` (share of one node's NIC; null in `sizes`, hosts of unequal numbers of
+ranks), ``candidate`` ("plan", "plan:equal", "gloo"), ``nbytes``, ``median_seconds``, ``slowdown``
+(median over the plan's where nothing is lost; in `sizes` over the plan's own), and where measured
 ``seconds``, ``low``, ``high`` (95 % of the slow-down), ``manifest`` and what `topo-ar bench`
 writes. Files that are there already are not made again.
 """

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from topo_ar.telemetry.records import Record, RecordWriter, manifest
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS_ENV = "TOPO_AR_EXPERIMENT"
 DEADLINE_S = 1200.0
+_GLOO_S = 300.0
 
 S = TypeVar("S", bound=msgspec.Struct)
 Rows = Iterable[Record]
@@ -65,7 +67,7 @@ def process_group() -> Iterator[int]:
         yield dist.get_rank()
         return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_GLOO_S))
     try:
         yield dist.get_rank()
     finally:

@@ -64,13 +64,15 @@ def timed(
     loss_of: Callable[[], torch.Tensor],
     *,
     silent: bool = False,
+    together: bool = True,
 ) -> tuple[float, torch.Tensor]:
-    """Train one step and return its seconds and loss; all ranks begin together. Collective.
+    """Train one step and return its seconds and loss. Collective.
 
-    `loss_of` runs forward. A `silent` step does not communicate.
+    `loss_of` runs forward. A `silent` step does not communicate. All ranks begin `together`.
     """
     silence = model.no_sync() if silent else nullcontext()
-    dist.barrier()
+    if together:
+        dist.barrier()
     begin = time.perf_counter()
     for optimizer in optimizers:
         optimizer.zero_grad()

@@ -5,6 +5,7 @@ a clock of its own, the seconds of the slowest rank in its steps. After each epo
 checkpoint, from which an interrupted job goes on bit for bit.
 """
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     `candidates` are ``plain DDP``, ``hook``, ``hook:flat``, ``hook:auto``, or a codec such as
     ``int8``. `epochs` and `steps` of an epoch are the workload's own when left out. `checkpoint` is
     a file that all ranks see; `stop_after` ends the job after so many epochs, as if it had been
-    interrupted.
+    interrupted. With `each_step` there is a row ``step`` for each, and at last ``weights``;
+    no barrier comes before them.
     """
 
     workload: str
@@ -48,6 +50,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 60.0
     checkpoint: str | None = None
     stop_after: int | None = None
+    each_step: bool = False
 
 
 @dataclass(slots=True)
@@ -73,7 +76,10 @@ class Trainee:
         chosen = workload.indices(at.epoch, at.step, settings.seed, place)
         generator = generator_of(at.epoch, at.step, settings.seed, place.rank)
         seconds, _ = timed(
-            self.model, self.optimizers, lambda: workload.loss(self.model, chosen, generator)
+            self.model,
+            self.optimizers,
+            lambda: workload.loss(self.model, chosen, generator),
+            together=not settings.each_step,
         )
         self.fresh.append(seconds)
 
@@ -147,7 +153,7 @@ def place_here() -> Place:
 def train(settings: RunSettings) -> Iterator[Record]:
     """Train all candidates; yield a row an evaluation and at the end one a candidate. Collective.
 
-    Rows have a ``record`` of ``evaluation`` or ``training``.
+    Rows have a ``record`` of ``evaluation`` or ``training``, or as `RunSettings.each_step` says.
     """
     workload, place = load(settings.workload), place_here()
     epochs = settings.epochs or workload.epochs
@@ -163,6 +169,8 @@ def train(settings: RunSettings) -> Iterator[Record]:
                 turn = at.done % len(trainees)  # going first is no candidate's privilege
                 for each in (*trainees[turn:], *trainees[:turn]):
                     each.step(workload, settings, at, place)
+                if settings.each_step:
+                    yield {"record": "step", "done": at.done + 1}
             pool(trainees)
             for each in trainees:
                 found = each.evaluate(workload, epoch + 1)
@@ -170,6 +178,16 @@ def train(settings: RunSettings) -> Iterator[Record]:
             _keep(trainees, epoch + 1, settings)
         for each in trainees:
             yield row(each, workload, settings)
+            if settings.each_step:
+                yield {"record": "weights", "candidate": each.name, "digest": digest(each.model)}
+
+
+def digest(model: DistributedDataParallel) -> str:
+    """Return a hash of the weights of `model`."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()
 
 
 def trainee(name: str, workload: Workload, settings: RunSettings, stack: ExitStack) -> Trainee:

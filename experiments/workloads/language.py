@@ -95,10 +95,10 @@ class Language(Workload):
     falling = True
     tolerance = 0.05
     global_batch = 64
-    epochs = 10
+    epochs = 8
     rate = 3e-3
     gain = 0.25
-    epoch_steps = 24
+    epoch_steps = 25
 
     @property
     def target(self) -> float:  # type: ignore[override]

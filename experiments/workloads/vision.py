@@ -25,7 +25,7 @@ class Vision(Workload):
     metric = "accuracy"
     target = 0.96
     global_batch = 256
-    epochs = 12
+    epochs = 10
     rate = 5e-3
     width = 16
 
