@@ -93,10 +93,9 @@ def _make(settings: RunSettings, out: Path) -> Iterable[Record]:
             yield {
                 "experiment": "time_to_accuracy",
                 "nic": None if row["manifest"]["links"] is None else nic,
-                "hosts": NODES,
                 **row,
             }
-    if settings.checkpoint is not None:
+    if rows and settings.checkpoint is not None:  # not on later ranks of a real job
         Path(settings.checkpoint).unlink(missing_ok=True)
 
 

@@ -247,6 +247,7 @@ def row(each: Trainee, workload: Workload, settings: RunSettings) -> Record:
         "data": workload.source,
         "synthetic": workload.synthetic,
         "world_size": dist.get_world_size(),
+        "hosts": place_here().num_nodes,
         "num_parameters": sum(p.numel() for p in each.model.parameters()),
         "global_batch": workload.global_batch,
         "epochs": len(each.evaluations),
