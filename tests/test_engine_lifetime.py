@@ -5,6 +5,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +18,7 @@ from torch import nn
 
 import topo_ar
 from experiments.soak import heap_nbytes
+from tests.hosts import ROOT
 from tests.jobs import blocks, communicator
 from tests.ranks import tell
 from topo_ar.errors import ConfigError, ExecutionError, PlanError
@@ -89,6 +92,20 @@ def _leaves_nothing(rank: int, world_size: int, how: str) -> bool:
 @pytest.mark.parametrize("how", ["communicator", "in flight", "model", "failed constructor"])
 def test_what_is_dropped_without_close_leaves_nothing(ranks, how) -> None:
     assert ranks.run(_leaves_nothing, 4, how) == [True] * 4
+
+
+@pytest.mark.slow
+def test_a_process_may_end_right_after_its_model(tmp_path) -> None:
+    """What is attached goes out of scope, and the interpreter ends with its thread at hand."""
+    command = [sys.executable, "-m", "experiments.compression_pitfalls_ranks", "ours"]
+    for turn in range(3):
+        store = str(tmp_path / str(turn))
+        ranks = [subprocess.Popen([*command, str(rank), store], cwd=ROOT) for rank in range(2)]
+        try:
+            assert [rank.wait(60) for rank in ranks] == [0, 0]
+        finally:
+            for rank in ranks:
+                rank.kill()
 
 
 def _many_calls(rank: int, world_size: int, num_calls: int) -> tuple[bool, int]:

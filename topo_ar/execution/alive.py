@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import threading
 import weakref
 from typing import Protocol
 
@@ -21,6 +22,7 @@ class Closeable(Protocol):
 
 
 _alive: "weakref.WeakSet[Closeable]" = weakref.WeakSet()
+_ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def add(made: Closeable) -> None:
@@ -33,16 +35,28 @@ def discard(closed: Closeable) -> None:
     _alive.discard(closed)
 
 
+def let_end(thread: threading.Thread) -> None:
+    """Wait at exit for a thread that ends by itself.
+
+    The interpreter takes the ground from under a thread that is still in torch's code, which then
+    aborts the process.
+    """
+    _ending.add(thread)
+
+
 @atexit.register
 def _close_all() -> None:
     for made in list(_alive):
         made.close(timeout_s=_EXIT_TIMEOUT_S)
+    for thread in list(_ending):
+        thread.join(_EXIT_TIMEOUT_S)
 
 
 def _after_fork() -> None:
     for made in list(_alive):
         made.forget_after_fork()
     _alive.clear()
+    _ending.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from topo_ar.errors import ExecutionError
+from topo_ar.execution.alive import let_end
 from topo_ar.execution.errand import Errand
 from topo_ar.execution.flight import Collective
 from topo_ar.execution.gather import Unreachable
@@ -223,6 +224,7 @@ class Loop:
     def abandon(self) -> None:
         """Let the thread end when open tickets are done; does not wait for it."""
         self._closing = True
+        let_end(self._thread)
         self._ring()
 
     def disown(self) -> None:
