@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.simulated import run_job
 from topo_ar.compression.error_feedback import ErrorFeedback
 from topo_ar.compression.parts import part_of
+from topo_ar.compression.powersgd import PowerSGD
 from topo_ar.compression.protocol import Layout, Piece
 from topo_ar.compression.registry import make
 from topo_ar.compression.state import ResidualStore, Run
@@ -154,6 +155,39 @@ def test_a_bad_step_leaves_no_trace(name, bad):
     for spoiled, clean in run_job(2, 2, work):
         for ours, theirs in zip(spoiled, clean, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("where", [7, 2010], ids=["matrix", "vector"])
+@pytest.mark.parametrize("alternating", [False, True])
+def test_powersgd_finds_what_is_not_finite_by_itself(bad, where, alternating):
+    """Also in a column that was always zero, of which its factors know nothing."""
+    layout = bucket("abd")
+
+    def train(v, rail, node, steps):
+        feedback = ErrorFeedback(PowerSGD(2, alternating=alternating))
+        found = []
+        for step, number in enumerate(steps):
+            gradient = gradients(v, abs(number), layout.numel)
+            gradient[:2000].view(40, 50)[:, 7] = 0
+            if number < 0 and v == 1:
+                gradient[where] = bad
+            found.append(feedback.reduce(gradient, layout, rail, node, step).total)
+        feedback.settle()
+        residual = feedback.store.get(layout)
+        return found, residual, feedback.compressor.state_dict()
+
+    def work(v, k, rail, node):
+        # The alternating form counts steps: what is skipped are two.
+        spoiled, kept, state = train(v, rail, node, [0, 1, -2, -3, 4, 5])
+        clean, right, expected = train(v, rail, node, [0, 1, 4, 5])
+        assert spoiled[2].isnan().all()
+        assert spoiled[3].isnan().all()
+        assert all(map(torch.equal, [*spoiled[:2], *spoiled[4:]], clean))
+        assert all(torch.equal(state[key], expected[key]) for key in expected)
+        return torch.equal(kept, right)
+
+    assert all(run_job(2, 1, work))
 
 
 def test_overflow_of_the_codec_is_a_bad_step():

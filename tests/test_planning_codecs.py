@@ -133,6 +133,9 @@ def test_the_measured_ratios_of_the_quantisers():
 
 def test_a_cast_saves_nothing_on_gradients_that_are_16_bit_already():
     assert Codec("bf16").ratio([(100, 100)], 4, 2) == 1
+    assert not Codec("bf16").shortens(2)
+    assert Codec("bf16").shortens(4)
+    assert Codec("int8").shortens(2)
 
 
 def test_nothing_is_sent_on_one_node():

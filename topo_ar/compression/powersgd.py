@@ -21,23 +21,14 @@ S. Shi et al., "ACP-SGD: Alternate Low-rank Compression", ICDCS 2023 (one all-re
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from topo_ar.compression.factors import (
-    Factors,
-    add_up,
-    decode,
-    draw,
-    flat,
-    multiply,
-    subtract,
-    unflat,
-)
+from topo_ar.compression.factors import Factors, decode, draw, flat, unflat
 from topo_ar.compression.matrices import Arrangement, Matrix, arrange, exchange_layouts
-from topo_ar.compression.orthogonal import orthogonalize, orthogonalize_blocks
+from topo_ar.compression.orthogonal import orthogonalize
 from topo_ar.compression.parts import all_reduce_nbytes, alone
+from topo_ar.compression.powersgd_job import Job, LowRank, Sums
 from topo_ar.compression.protocol import Group, Layout, Reduced
 from topo_ar.compression.state import union
 from topo_ar.errors import ConfigError
@@ -88,7 +79,12 @@ class PowerSGD:
         self._state: dict[str, torch.Tensor] = {}
         self._arranged: dict[int, tuple[Layout, Arrangement]] = {}
         self._pending: dict[int, dict[str, torch.Tensor]] = {}
-        self._last: dict[int, _Sums] = {}
+        self._last: dict[int, Sums] = {}
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether `Reduced.poison` finds also a shard that is not finite."""
+        return not self.alternating
 
     def reduce(
         self, shard: torch.Tensor, layout: Layout, rail: Group, node: Group, step: int
@@ -107,7 +103,7 @@ class PowerSGD:
             self._last.pop(layout.bucket, None)
             return alone(shard)
         arrangement = self._arrangement(layout, rail, node, shard.device)
-        job = _Job(shard, arrangement, self.rank, rail, node)
+        job = Job(shard, arrangement, self.rank, rail, node)
         if not self.alternating:
             sums, kept = self._two_rounds(job)
         elif step % 2 == 0:
@@ -116,7 +112,7 @@ class PowerSGD:
             sums, kept = self._renew_left(job)
         self._last[layout.bucket] = sums
         self._pending[layout.bucket] = kept
-        return _LowRank(sums, job, arrangement, shard)
+        return LowRank(sums, job, arrangement, shard)
 
     def gather(
         self, reduced: Reduced, layout: Layout, node: Group, outs: Sequence[torch.Tensor]
@@ -209,29 +205,29 @@ class PowerSGD:
             self._arranged[layout.bucket] = found
         return found[1]
 
-    def _two_rounds(self, job: "_Job") -> tuple["_Sums", Factors]:
+    def _two_rounds(self, job: Job) -> tuple[Sums, Factors]:
         queries = self._rights(job)
         left, tail, sent = job.sum_left(job.times_columns(queries))
         own_right, right, _, more = job.sum_right(job.times_rows(left), job.tail[:0])
-        sums = _Sums(left, right, left, own_right, tail, sent + more)
+        sums = Sums(left, right, left, own_right, tail, sent + more)
         return sums, _renewed(right, queries)
 
-    def _renew_right(self, job: "_Job") -> tuple["_Sums", Factors]:
+    def _renew_right(self, job: Job) -> tuple[Sums, Factors]:
         left = job.orthogonalize(job.known, {m.name: self._left(m, job) for m in job.known})
         own_right, right, tail, sent = job.sum_right(job.times_rows(left), job.tail)
-        sums = _Sums(left, right, left, own_right, tail, sent)
+        sums = Sums(left, right, left, own_right, tail, sent)
         return sums, _renewed(right, self._rights(job))
 
-    def _renew_left(self, job: "_Job") -> tuple["_Sums", Factors]:
+    def _renew_left(self, job: Job) -> tuple[Sums, Factors]:
         right = self._rights(job)
         own_left = job.times_columns(right)
         message = flat([*own_left.values(), job.tail], job.tail)
         left, tail = unflat(job.rail.all_reduce(message), job.rows(job.held))
         sent = all_reduce_nbytes(job.rail.size, message.nbytes)
         kept = {f"{m.name}/p/{m.blocks[job.local].begin}": left[m.name] for m in job.held}
-        return _Sums(left, right, own_left, right, tail, sent), kept
+        return Sums(left, right, own_left, right, tail, sent), kept
 
-    def _rights(self, job: "_Job") -> Factors:
+    def _rights(self, job: Job) -> Factors:
         """Return Q of each matrix that this rank knows: as it was kept, or a basis drawn."""
         rights = {}
         for matrix in job.known:
@@ -253,7 +249,7 @@ class PowerSGD:
         drawn = draw(self._seed, f"{name}/q", self.rank, columns)
         return orthogonalize([drawn.to(like)])[0]
 
-    def _left(self, matrix: Matrix, job: "_Job") -> torch.Tensor:
+    def _left(self, matrix: Matrix, job: Job) -> torch.Tensor:
         """Return the rows of P here; where none are kept, they are drawn."""
         block = matrix.blocks[job.local]
         last = max(b.end for b in matrix.blocks)
@@ -264,171 +260,6 @@ class PowerSGD:
                 begin = int(key.removeprefix(prefix))
                 left[:, begin : begin + rows.shape[1]] = rows
         return left[:, block.begin : block.end].contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Factors by parameter of the rail's sum and of this node's part in it; the tail's sum."""
-
-    left: Factors
-    right: Factors
-    own_left: Factors
-    own_right: Factors
-    tail: torch.Tensor
-    sent_nbytes: int
-
-
-class _LowRank(Reduced):
-    """Factors of the rail's sum and of this node's part; multiplied when somebody asks."""
-
-    def __init__(
-        self, sums: _Sums, job: "_Job", arrangement: Arrangement, shard: torch.Tensor
-    ) -> None:
-        super().__init__(shard[:0], shard[:0], sums.sent_nbytes)
-        self._sums, self._arrangement = sums, arrangement
-        self._held, self._local, self._tail = job.held, job.local, job.tail
-        self._like, self._numel, self._rank = job.tail, shard.numel(), job.rank
-
-    @property
-    def total(self) -> torch.Tensor:
-        """The rail's sum, decoded."""
-        if not self._total.numel():
-            sums = self._sums
-            self._total = self._decoded(sums.left, sums.right, sums.tail)
-        return self._total
-
-    @property
-    def own(self) -> torch.Tensor:
-        """Part of this node in it, decoded."""
-        if not self._own.numel():
-            sums = self._sums
-            self._own = self._decoded(sums.own_left, sums.own_right, self._tail)
-        return self._own
-
-    def poison(self) -> torch.Tensor:
-        """Return zero, or NaN where an element of the total could be too large or is none."""
-        sums = self._sums
-        largest = [
-            len(left) * left.abs().amax() * sums.right[name].abs().amax()
-            for name, left in sums.left.items()
-            if left.numel()
-        ]
-        return torch.stack([sums.tail.sum(), *largest]).sum() * 0
-
-    def take_from(self, shard: torch.Tensor) -> None:
-        """Subtract the product of the node's factors, one pass over the shard."""
-        sums = self._sums
-        for matrix in self._held:
-            left, right = sums.own_left[matrix.name], sums.own_right[matrix.name]
-            subtract(left, right, matrix.view(shard, self._local))
-        zero = torch.zeros_like(self._tail)
-        self._arrangement.put_tail(shard, self._local, zero)
-
-    def _decoded(self, left: Factors, right: Factors, tail: torch.Tensor) -> torch.Tensor:
-        out = self._like.new_empty(self._numel)
-        for matrix in self._held:
-            decode(left[matrix.name], right[matrix.name], matrix.view(out, self._local))
-        self._arrangement.put_tail(out, self._local, tail)
-        return out
-
-
-class _Job:
-    """One bucket's exchange: the shard as matrices and tail, and the groups it is added up with.
-
-    Attributes
-    ----------
-    held : list of Matrix
-        Matrices of which rows are here.
-    known : list of Matrix
-        Those and the ones spread over the node, of which all its ranks know the right factor.
-    """
-
-    def __init__(
-        self, shard: torch.Tensor, arrangement: Arrangement, rank: int, rail: Group, node: Group
-    ) -> None:
-        self.rail, self.node, self.local = rail, node, node.index
-        self.held = arrangement.held(node.index)
-        self.known = [m for m in arrangement.matrices if m.spread or m in self.held]
-        self.tail = arrangement.tail(shard, node.index)
-        self.rank = rank
-        self._tail_shares = list(arrangement.tail_shares[node.index])
-        self._views = {m.name: m.view(shard, node.index) for m in self.held}
-
-    def rows(self, matrices: list[Matrix]) -> dict[str, tuple[int, int]]:
-        """Return the shapes of their left factors here."""
-        return {m.name: (self.rank, m.blocks[self.local].rows) for m in matrices}
-
-    def times_columns(self, right: Factors) -> Factors:
-        """Return the left factors ``right M'`` of the matrices held."""
-        return multiply(right, {name: view.T for name, view in self._views.items()})
-
-    def times_rows(self, left: Factors) -> Factors:
-        """Return what the rows here add to the right factors: ``left M`` of the matrices held."""
-        return multiply(left, self._views)
-
-    def orthogonalize(self, matrices: list[Matrix], left: Factors) -> Factors:
-        """Return bases of the left factors; all ranks of the node name the same spread ones."""
-        whole = [m.name for m in matrices if not m.spread]
-        bases = dict(zip(whole, orthogonalize([left[name] for name in whole]), strict=True))
-        spread = [m.name for m in matrices if m.spread]
-        if spread:
-            blocks = orthogonalize_blocks([left[name] for name in spread], self.node)
-            bases.update(zip(spread, blocks, strict=True))
-        return bases
-
-    def sum_left(self, left: Factors) -> tuple[Factors, torch.Tensor, int]:
-        """Add up left factors and tail over the rail; each owner orthogonalises its matrices.
-
-        Returns the bases of the matrices held, the sum of the tail, and the bytes sent.
-        """
-        rail = self.rail
-        dealt = [[m for m in self.held if m.owner == v] for v in range(rail.size)]
-        parts = [
-            flat([*(left[m.name] for m in matrices), share], share)
-            for matrices, share in zip(
-                dealt, torch.split(self.tail, self._tail_shares), strict=True
-            )
-        ]
-        sent = sum(part.nbytes for v, part in enumerate(parts) if v != rail.index)
-        summed, share = unflat(add_up(rail.all_to_all(parts)), self.rows(dealt[rail.index]))
-        mine = [m for m in self.known if m.owner == rail.index]
-        nothing = share.new_empty(self.rank, 0)
-        bases = self.orthogonalize(mine, {m.name: summed.get(m.name, nothing) for m in mine})
-        message = flat([*(bases[m.name] for m in dealt[rail.index]), share], share)
-        sent += (rail.size - 1) * message.nbytes
-        result, shares = {}, []
-        for matrices, found in zip(dealt, rail.all_gather(message), strict=True):
-            theirs, rest = unflat(found, self.rows(matrices))
-            result.update(theirs)
-            shares.append(rest)
-        return result, torch.cat(shares), sent
-
-    def sum_right(
-        self, right: Factors, tail: torch.Tensor
-    ) -> tuple[Factors, Factors, torch.Tensor, int]:
-        """Add up right factors over the rows in the node, then over the rail, with `tail`.
-
-        Each rank of the node carries a slice of those that are spread over it. Returns the node's
-        own factors and the rail's, of the matrices known, the sum of the tail, and the bytes sent.
-        """
-        node = self.node
-        shapes = {m.name: (self.rank, m.columns) for m in self.known}
-        spread = {m.name: shapes[m.name] for m in self.known if m.spread}
-        whole = {name: shape for name, shape in shapes.items() if name not in spread}
-        own = {name: right[name] for name in whole}
-        slice_ = tail.new_empty(0)
-        if spread:
-            partial = flat((right.get(n, tail.new_zeros(s)) for n, s in spread.items()), tail)
-            slice_ = add_up(node.all_to_all(list(partial.tensor_split(node.size))))
-        message = flat([*own.values(), tail, slice_], tail)
-        summed = self.rail.all_reduce(message) if message.numel() else message
-        total, rest = unflat(summed, whole)
-        tail_sum, slice_sum = rest[: len(tail)], rest[len(tail) :]
-        if spread:
-            halves = [pair.chunk(2) for pair in node.all_gather(torch.cat([slice_, slice_sum]))]
-            own |= unflat(torch.cat([half[0] for half in halves]), spread)[0]
-            total |= unflat(torch.cat([half[1] for half in halves]), spread)[0]
-        return own, total, tail_sum, all_reduce_nbytes(self.rail.size, message.nbytes)
 
 
 def _renewed(right: Factors, before: Factors) -> Factors:

@@ -149,7 +149,8 @@ class Compressor(Protocol):
         Parameters
         ----------
         shard : Tensor
-            fp32, flat, finite, ``layout.numel`` elements; not changed.
+            fp32, flat, ``layout.numel`` elements; not changed. Finite, but for a codec with
+            ``checks_finite = True``, whose `Reduced.poison` tells.
         layout : Layout
             What the shard is made of.
         rail : Group

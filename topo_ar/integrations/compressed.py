@@ -347,7 +347,8 @@ class CompressedReduction:
         # Every rank decodes all shards where they belong, in place of copying them from another.
         wide = vector if vector.dtype == torch.float32 else torch.empty(vector.numel())
         gather(reduced, layout, node, [wide[a:b] for a, b in pairwise(part.bounds)])
-        torch.div(wide, divisor, out=wide)
+        if divisor != 1:
+            torch.div(wide, divisor, out=wide)
         if wide is not vector:
             vector.copy_(wide)
 

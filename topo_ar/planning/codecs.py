@@ -85,7 +85,7 @@ class Codec:
 
     def shortens(self, itemsize: int) -> bool:
         """Tell whether elements of `itemsize` bytes get shorter: those of 16 bits by no cast."""
-        return itemsize > 2 or self.name not in ("none", "fp16", "bf16")
+        return self.lossy and (itemsize > 2 or self.name not in ("fp16", "bf16"))
 
     def compresses(self, shape: Shape) -> bool:
         """Tell whether a tensor of `shape` is compressed, and not sent in full beside others."""

@@ -179,7 +179,7 @@ def plan_training(
         reason="",
         notes=(*policy.warnings, *joint_reasons.notes(pricing.costs, policy, p.num_nodes)),
     )
-    return joint_reasons.with_reason(made, _WORTH)
+    return joint_reasons.with_reason(made, _WORTH, policy.risks)
 
 
 def _pricing(

@@ -1,6 +1,7 @@
 """Why a training plan is what it is, in sentences a person can check."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,8 +13,11 @@ from topo_ar.planning.training_plan import TrainingPlan
 from topo_ar.units import format_rate, format_seconds
 
 
-def with_reason(plan: TrainingPlan, worth: float) -> TrainingPlan:
-    """Return `plan` with its reason; a change had to save `worth` of a step's backward and wait."""
+def with_reason(plan: TrainingPlan, worth: float, risks: Sequence[str] = ()) -> TrainingPlan:
+    """Return `plan` with its reason; a change had to save `worth` of a step's backward and wait.
+
+    `risks` says why codecs were left out that the policy's bound allows.
+    """
     if plan.world_size == 1:
         return msgspec.structs.replace(
             plan, reason="There is one rank: nothing has to be communicated."
@@ -23,6 +27,7 @@ def with_reason(plan: TrainingPlan, worth: float) -> TrainingPlan:
         _cap(plan, worth),
         _algorithm(plan),
         _codec(plan, worth),
+        f"Left out: {'; '.join(risks)}." if risks and plan.num_nodes > 1 else "",
         _floor(plan),
     ]
     return msgspec.structs.replace(plan, reason=" ".join(filter(None, sentences)))

@@ -21,12 +21,15 @@ class Policy:
         Those it leaves out, with the reason.
     warnings : tuple of str
         What is known against the codecs that the user named.
+    risks : tuple of str
+        The same of those that are left out for it, though their error would be allowed.
     """
 
     text: str
     allowed: tuple[Codec, ...] = ()
     excluded: tuple[tuple[Codec, str], ...] = ()
     warnings: tuple[str, ...] = ()
+    risks: tuple[str, ...] = ()
 
 
 def parse_policy(text: str = "exact", optimizer: str = "") -> Policy:
@@ -76,12 +79,13 @@ def _bound(text: str, bound: str) -> float:
 
 
 def _lossy(text: str, bound: float, optimizer: str) -> Policy:
-    allowed, excluded = [], []
+    allowed, excluded, risks = [], [], []
     for codec in BUILT_IN:
         if codec.relative_error > bound:
             excluded.append((codec, f"its error may be {codec.relative_error:.2g}"))
         elif warning := codec.warning(optimizer):
             excluded.append((codec, warning))
+            risks.append(warning)
         else:
             allowed.append(codec)
-    return Policy(text, tuple(allowed), tuple(excluded))
+    return Policy(text, tuple(allowed), tuple(excluded), risks=tuple(risks))
