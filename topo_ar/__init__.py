@@ -7,6 +7,7 @@
     plan = topo_ar.plan(topo, nbytes=25_000_000)
     model = topo_ar.ddp(module)                # a DDP with the planned all-reduce
     handle = topo_ar.attach(ddp)               # the same on a DDP that exists
+    results = topo_ar.mirror(train, nproc=4)   # a function on several ranks, from a notebook
     topo_ar.all_reduce(tensor)                 # the engine by hand
     dist.init_process_group("topo")            # or as a backend of torch.distributed
 """
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from topo_ar.integrations.averaging import DiLoCo, LocalSGD
     from topo_ar.integrations.backend import BackendOptions
     from topo_ar.integrations.ddp import attach, ddp, handle_of
+    from topo_ar.integrations.mirror import mirror
     from topo_ar.planning.plan import Plan
     from topo_ar.topology.model import Topology
     from topo_ar.topology.presets import preset
@@ -53,6 +55,7 @@ _HOMES = {
     "ddp": "topo_ar.integrations.ddp",
     "discover": "topo_ar.api",
     "handle_of": "topo_ar.integrations.ddp",
+    "mirror": "topo_ar.integrations.mirror",
     "plan": "topo_ar.api",
     "preset": "topo_ar.topology.presets",
     "read": "topo_ar.topology.readers",
@@ -77,6 +80,7 @@ __all__ = [
     "ddp",
     "discover",
     "handle_of",
+    "mirror",
     "plan",
     "preset",
     "read",

@@ -14,6 +14,7 @@ from topo_ar.cli.explain import explain
 from topo_ar.cli.export import export
 from topo_ar.cli.plan import plan
 from topo_ar.cli.probe import probe
+from topo_ar.cli.run import run
 from topo_ar.cli.show import show
 from topo_ar.cli.simulate import simulate
 from topo_ar.errors import TopoError
@@ -55,6 +56,8 @@ app.command()(explain)
 app.command()(export)
 app.command()(emulate)
 app.command()(doctor)
+# What follows the script is the script's.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -279,19 +280,22 @@ def attach(
     )
     try:
         with communicator.bootstrap.all_or_none():
-            return _attached(ddp, communicator, plan, settings, chosen)
+            handle = prepare(ddp, communicator, plan, settings, chosen)
+            ddp.register_comm_hook(None, handle.hook.hook)
     except BaseException:
         communicator.close()
         raise
+    return handle
 
 
-def _attached(
+def prepare(
     ddp: DistributedDataParallel,
     communicator: Communicator,
     plan: str | Plan,
     settings: CompressionSettings,
     chosen: HookOptions,
 ) -> Handle:
+    """Return the handle of `ddp`, all but registered: its hook is yet to be. Collective."""
     require_equal(communicator.gather, chosen.facts())
     handle = _handles[ddp] = make_handle(ddp, communicator, plan, settings)
     if chosen.grad_norm:
@@ -301,7 +305,6 @@ def _attached(
         handle.hook.observers.members.append(check)
     if chosen.zero_copy:
         handle.hook.sharing = BucketSharing(communicator)
-    ddp.register_comm_hook(None, handle.hook.hook)
     return handle
 
 
@@ -379,10 +382,7 @@ def ddp(
     ConfigError
         As for `attach`.
     """
-    group = options.get("process_group")
-    if group is None and options.get("device_mesh") is not None:
-        group = options["device_mesh"].get_group(mesh_dim=0)
-    with refused_for_all(group):
+    with refused_for_all(group_of(options)):
         settings = compression_settings(
             module,
             compression=compression,
@@ -394,24 +394,53 @@ def ddp(
         )
         chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
     communicator = Communicator(
-        group, topology=topology, plan=plan, timeout_s=timeout_s, reproducible=reproducible
+        group_of(options),
+        topology=topology,
+        plan=plan,
+        timeout_s=timeout_s,
+        reproducible=reproducible,
     )
     try:
-        if options.get("bucket_cap_mb") is None and not options.get("bucket_cap_mb_list"):
-            planned = planned_cap(module, communicator, plan)
-            if planned is not None and planned.bucket_cap_mib is not None:
-                options["bucket_cap_mb"] = planned.bucket_cap_mib
-            if planned is not None and communicator.rank == 0:
-                cap = cap_name(planned.bucket_cap_mib)
-                logger.info("bucket cap %s: %s %s", cap, planned.reason, planned.backward_source)
+        planned = cap_wanted(module, options, communicator, plan)
+        if planned is not None and planned.bucket_cap_mib is not None:
+            options["bucket_cap_mb"] = planned.bucket_cap_mib
+        if planned is not None and communicator.rank == 0:
+            cap = cap_name(planned.bucket_cap_mib)
+            logger.info("bucket cap %s: %s %s", cap, planned.reason, planned.backward_source)
         with communicator.bootstrap.all_or_none():
             model = DistributedDataParallel(module, **options)
             refuse_unsupported(model)
-            _attached(model, communicator, plan, settings, chosen)
+            handle = prepare(model, communicator, plan, settings, chosen)
+            model.register_comm_hook(None, handle.hook.hook)
     except BaseException:
         communicator.close()
         raise
     return model
+
+
+def group_of(options: Mapping[str, Any]) -> "dist.ProcessGroup | None":
+    """Return the group that DDP takes from its arguments, None for the default one."""
+    group: dist.ProcessGroup | None = options.get("process_group")
+    if group is None and options.get("device_mesh") is not None:
+        group = options["device_mesh"].get_group(mesh_dim=0)
+    return group
+
+
+def cap_wanted(
+    module: nn.Module, options: Mapping[str, Any], communicator: Communicator, plan: str | Plan
+) -> TrainingPlan | None:
+    """Return the plan whose bucket cap DDP is to get, None where its arguments name one."""
+    if options.get("bucket_cap_mb") is not None or options.get("bucket_cap_mb_list"):
+        return None
+    return planned_cap(module, communicator, plan)
+
+
+def drop(ddp: DistributedDataParallel, handle: Handle) -> bool:
+    """Forget `handle`; tell whether it was that of `ddp`, and not one that was attached later."""
+    ours = _handles.get(ddp) is handle
+    if ours:
+        del _handles[ddp]
+    return ours
 
 
 def handle_of(model: DistributedDataParallel) -> Handle:

@@ -1,6 +1,8 @@
 """What a DistributedDataParallel must not be for the hook to serve it."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +18,30 @@ from topo_ar.integrations.hook import EACH_PARAMETER
 logger = logging.getLogger("topo_ar")
 
 
+_HAS_HOOK = (
+    "this DistributedDataParallel already has a communication hook (mixed_precision= adds "
+    "one of its own), and torch allows only one; build it without"
+)
+_SKIPS = (
+    "skip_all_reduce_unused_params=True makes ranks call the hook for different buckets; "
+    "build the DistributedDataParallel without it"
+)
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what can be told from the arguments of a DDP that is yet to be built.
+
+    Raises
+    ------
+    ConfigError
+        As `refuse_unsupported` would.
+    """
+    if arguments.get("mixed_precision") is not None:
+        raise ConfigError(_HAS_HOOK)
+    if arguments.get("skip_all_reduce_unused_params"):
+        raise ConfigError(_SKIPS)
+
+
 def refuse_unsupported(ddp: object) -> None:
     """Refuse what the hook cannot serve.
 
@@ -27,15 +53,9 @@ def refuse_unsupported(ddp: object) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(f"attach takes a DistributedDataParallel, not a {type(ddp).__name__}")
     if registered_hooks(ddp):
-        raise ConfigError(
-            "this DistributedDataParallel already has a communication hook (mixed_precision= adds "
-            "one of its own), and torch allows only one; build it without"
-        )
+        raise ConfigError(_HAS_HOOK)
     if skips_unused(ddp):
-        raise ConfigError(
-            "skip_all_reduce_unused_params=True makes ranks call the hook for different buckets; "
-            "build the DistributedDataParallel without it"
-        )
+        raise ConfigError(_SKIPS)
     if hooks_each_parameter(ddp):
         raise ConfigError(EACH_PARAMETER)
     if is_static_graph(ddp):

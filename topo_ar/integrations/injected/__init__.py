@@ -1,0 +1,1 @@
+"""A folder for ``PYTHONPATH``: Python imports its ``sitecustomize`` before it runs a script."""
