@@ -116,14 +116,18 @@ def _command(words: list[str], *, is_module: bool) -> list[str]:
 
 def _check(options: "RunOptions") -> None:
     """Refuse what no rank could use, before there are any."""
+    from topo_ar.planning.codecs import parse_codec
     from topo_ar.planning.plan import Family
+    from topo_ar.planning.policy import parse_policy
 
+    if options.compression not in ("auto", "rows"):
+        parse_codec(options.compression)
+    parse_policy(options.policy)
     modes = ("auto", "flat", "hierarchical", "equal", *sorted(Family))
     if options.plan not in modes:
         raise ConfigError(f"--plan {options.plan} is not one of {', '.join(modes)}")
     if not options.timeout_s > 0:
         raise ConfigError(f"--timeout {options.timeout_s:g} is not a positive number of seconds")
-    assert options.compression_settings
     assert options.hook_options
 
 
