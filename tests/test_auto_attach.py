@@ -102,7 +102,7 @@ def test_what_cannot_be_served_stays_plain(ranks, kind) -> None:
 def test_a_script_that_attaches_by_itself_has_the_last_word(ranks) -> None:
     said = ranks.run(_outcome, 4, "attach", deadline_s=40.0)
     assert all(each["equal"] and each["handle"] == "own" for each in said)
-    assert said[0]["rows"] == []
+    assert [row["reason"] for row in said[0]["rows"]] == ["the script attaches by itself"]
 
 
 def _compiled(rank: int, world_size: int) -> bool:

@@ -158,9 +158,19 @@ def test_under_torchrun_a_hook_of_the_script_wins_loudly() -> None:
     script = str(SCRIPTS / "own_hook.py")
     done = execute(*TORCHRUN, "--nproc-per-node", "2", "-m", "topo_ar", "run", script)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("gradient 128.0") == 2
+    assert done.stdout.count("gradient 384.0") == 2
     said = "WARNING: Linear stays plain DistributedDataParallel: the script has registered"
     assert done.stderr.count(said) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_script_that_starts_its_ranks_itself() -> None:
+    script, port = str(SCRIPTS / "spawns.py"), str(20000 + os.getpid() % 10000)
+    done = execute(*RUN, "--nproc", "self", script, port)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("gradient 64.0") == 2
+    assert done.stderr.count("attached to Linear") == 1
 
 
 @pytest.mark.slow

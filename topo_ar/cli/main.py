@@ -6,6 +6,7 @@ from typing import Any
 import typer
 
 from topo_ar._version import __version__
+from topo_ar.cli.advise import advise
 from topo_ar.cli.bench import bench
 from topo_ar.cli.diff import diff
 from topo_ar.cli.doctor import doctor
@@ -58,6 +59,7 @@ app.command()(emulate)
 app.command()(doctor)
 # What follows the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False})(advise)
 
 
 def main() -> None:

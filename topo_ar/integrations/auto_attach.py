@@ -14,7 +14,8 @@ from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.torch_private import bucket_cap_mib, registered_hooks, uncompiled
 from topo_ar.integrations.ddp import Handle, cap_wanted, drop, group_of, prepare
 from topo_ar.integrations.injection import endings, say
-from topo_ar.integrations.run_options import options_from
+from topo_ar.integrations.observe import Observation
+from topo_ar.integrations.run_options import RunOptions, options_from
 from topo_ar.integrations.unsupported import refuse_arguments, refuse_unsupported
 from topo_ar.planning.joint_reasons import cap_name
 from topo_ar.units import format_size
@@ -47,12 +48,15 @@ def construct(
     ExecutionError
         If ranks cannot reach each other.
     """
-    if not dist.is_initialized():
-        original(ddp, *args, **kwargs)  # which says so
+    options = options_from()
+    if not dist.is_initialized() or options.observe_steps:
+        original(ddp, *args, **kwargs)  # without a process group it says so
+        if options.observe_steps:
+            Observation(ddp, options)
         return
     bound = inspect.signature(original).bind(ddp, *args, **kwargs)
     try:
-        automatic = _Automatic(bound.arguments)
+        automatic = _Automatic(bound.arguments, options)
     except (ConfigError, PlanError) as error:
         original(ddp, *args, **kwargs)
         _leave(ddp, str(error))
@@ -69,8 +73,8 @@ def construct(
 class _Automatic:
     """One DDP on its way: its communicator and what is planned for it."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._options = options_from()
+    def __init__(self, arguments: Mapping[str, Any], options: RunOptions) -> None:
+        self._options = options
         refuse_arguments(arguments)
         settings, module = self._options.compression_settings, arguments["module"]
         settings.choice(name for name, _ in module.named_parameters())
@@ -146,6 +150,9 @@ class _FirstForward:
             handle.close()
             if drop(ddp, handle):
                 _leave(ddp, "the script has registered a communication hook of its own")
+            elif handle.communicator.rank == 0:
+                model, why = type(ddp.module).__name__, "the script attaches by itself"
+                endings.append(lambda: {"model": model, "attached": False, "reason": why})
             return
         ddp.register_comm_hook(None, handle.hook.hook)
         if handle.communicator.rank == 0:

@@ -98,13 +98,16 @@ def _report(pid: int) -> None:
         return
     from topo_ar.integrations.run_options import options_from
 
+    options = options_from()
+    if options.observe_steps:  # it comes to its end before enough was seen
+        return
     rows = [ending() for ending in endings]
     if not rows:
         say("no DistributedDataParallel was trained, so nothing was attached")
     for row in rows:
         if row.get("attached"):
             say(f"{row['model']}: {row['path']} all-reduce at the end; {row['reason']}")
-    if path := options_from().report:
+    if options.report:
         import json
 
-        Path(path).write_text(json.dumps({"schema": 1, "models": rows}, indent=2) + "\n")
+        Path(options.report).write_text(json.dumps({"schema": 1, "models": rows}, indent=2) + "\n")

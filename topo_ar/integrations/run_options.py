@@ -18,7 +18,9 @@ RUN_ENV = "TOPO_AR_RUN"
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of `attach` for every DDP, and where rank 0 writes what became of them.
 
-    `report` is a file, or empty. Equal on all ranks, as `attach` wants its options.
+    `report` is a file, or empty. With `observe_steps` nothing is attached: as many steps are looked
+    at, advice is written to `report`, and the script ends, unless it is to be kept running. Equal
+    on all ranks, as `attach` wants its options.
     """
 
     plan: str = "auto"
@@ -29,6 +31,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     check_replicas_every: int = 0
     timeout_s: float = 600.0
     report: str = ""
+    observe_steps: int = 0
+    keep_running: bool = False
 
     @property
     def compression_settings(self) -> "CompressionSettings":
