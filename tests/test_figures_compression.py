@@ -158,7 +158,7 @@ def test_codec_speedup_is_against_plain_ddp():
     assert [label.get_text() for label in right.get_yticklabels()] == ["int8", "topk:0.01"]
     assert [label.get_text() for label in beside.get_yticklabels()] == ["int8"]
     assert "2 hosts of 4 ranks, adam" in below.get_title(loc="left")
-    assert "medians of 3 interleaved" in said(figure)
+    assert "medians of 3 interleaved rounds" in said(figure)
     assert "emulated on one machine" in said(figure)
     assert_readable(figure)
     with pytest.raises(ConfigError, match="needs records"):

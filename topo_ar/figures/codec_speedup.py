@@ -117,7 +117,7 @@ def codec_speedup(rows: list[Record]) -> "Figure":
         _draw_break_even(right, mine, _codecs(mine, names), sorted(samples[PLAIN]))
         left.set_title(f"ResNet-18, {nodes} hosts of {ranks} ranks, {optimizer}", loc="left")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
-    steps = count_range(
+    rounds = count_range(
         len(seconds)
         for optimizer in optimizers
         for by_rate in _samples([r for r in rows if r["optimizer"] == optimizer]).values()
@@ -127,8 +127,8 @@ def codec_speedup(rows: list[Record]) -> "Figure":
     caption(
         figure,
         [
-            f"Left: ratio of medians of {steps} interleaved steps; bars: 95 % interval. Dashed "
-            "grey: as if nothing were communicated.",
+            f"Left: ratio of medians of {rounds} interleaved rounds; bars: 95 % interval. Dashed "
+            "grey: as if nothing were communicated; none: exact sums by the plan.",
             "Right: below which rate a codec beats exact sums by the same plan. Bars: predicted, "
             "from one after the other to all overlapped.",
             "Diamonds: measured; arrows: the codec breaks even beyond the rates measured (shaded).",
@@ -245,8 +245,11 @@ def _draw_break_even(
                 [low, high],
                 [place, place],
                 color=colour(["plan"])["plan"],
-                linewidth=6,
+                linewidth=4,
                 alpha=0.6,
+                marker="|",
+                markersize=11,
+                markeredgewidth=2,
                 solid_capstyle="butt",
             )
         if each.measured is not None:
