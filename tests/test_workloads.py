@@ -1,6 +1,7 @@
 """Workloads: what is read, how it is divided, what counts as reached; short trainings learn."""
 
 import importlib
+import importlib.util
 import os
 
 import numpy as np
@@ -225,6 +226,8 @@ def test_seeds_that_are_there_are_not_trained_again(tmp_path, monkeypatch, capsy
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_training_of_a_recommender_beats_popularity(ranks):
+    if importlib.util.find_spec("recbole") is None:
+        pytest.skip("needs make workloads-data")
     options = {"candidates": (PLAIN, HOOK), "epochs": 3}
     rows = ranks.run(_recommend, 2, options, deadline_s=280.0)[0]
     for row in rows:
@@ -235,3 +238,22 @@ def test_a_short_training_of_a_recommender_beats_popularity(ranks):
 
 def _recommend(rank, world_size, options):
     return list(train(RunSettings(workload="recommender", timeout_s=60.0, **options)))
+
+
+def test_the_script_for_a_workstation_says_what_it_chose(ranks):
+    for plain, name in ((True, PLAIN), (False, "hook:auto")):
+        first, second = ranks.run(_on_a_workstation, 2, plain, deadline_s=50.0)
+        assert first["candidate"] == name
+        assert len(first["seconds"]) == len(first["losses"]) == 2
+        assert (first["path"] is None) == plain
+        assert first["losses"] == second["losses"]
+
+
+def _on_a_workstation(rank, world_size, plain):
+    real = packaged.find_spec, catalogue._WORKLOADS["vision"]
+    packaged.find_spec = lambda name: None
+    catalogue._WORKLOADS["vision"] = (_Toy, vision.read_vision)
+    try:
+        return importlib.import_module("experiments.workstation").train(1, 2, plain=plain)
+    finally:
+        packaged.find_spec, catalogue._WORKLOADS["vision"] = real
