@@ -193,9 +193,7 @@ def digest(model: DistributedDataParallel) -> str:
 def trainee(name: str, workload: Workload, settings: RunSettings, stack: ExitStack) -> Trainee:
     """Return a new candidate that begins as all others; its hook lives as long as `stack`."""
     torch.manual_seed(settings.seed)
-    model = DistributedDataParallel(
-        workload.module(), bucket_cap_mb=settings.bucket_cap_mb, broadcast_buffers=False
-    )
+    model = DistributedDataParallel(workload.module(), bucket_cap_mb=settings.bucket_cap_mb)
     handle = None
     if name != PLAIN:
         plan = {FLAT: "flat", AUTO: "auto"}.get(name, "hierarchical")

@@ -70,13 +70,11 @@ class Bert(nn.Module):
         place = torch.arange(LENGTH, dtype=torch.float32)
         distance = (place[:, None] - place[None]).abs()
         slopes = [2.0 ** -(head + 1) for head in range(num_heads)]
-        self.register_buffer(
-            "nearness", torch.stack([-slope * distance for slope in slopes]), persistent=False
-        )
+        # No buffer: DDP would send it to all ranks in every step.
+        self.nearness = torch.stack([-slope * distance for slope in slopes])
 
     def forward(self, pieces: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return the logits at the places `wanted` (batch, length) of `pieces`, one row each."""
-        assert isinstance(self.nearness, torch.Tensor)
         hidden = self.pieces(pieces) + self.positions.weight
         hidden = self.layers(hidden, mask=self.nearness.repeat(len(pieces), 1, 1))
         logits: torch.Tensor = functional.linear(hidden[wanted], self.pieces.weight, self.bias)
