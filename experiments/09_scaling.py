@@ -11,7 +11,7 @@ is taken to compute as many times faster than an A100 as data sheets say for den
 over 312 Tflop/s, more than is usually reached: communication then matters more, not less.
 
 Systems: DGX H100 (8 NICs of 400 Gbit/s a node), DGX A100 (8 of 200), and 8 V100 behind one NIC of
-100 and of 25 Gbit/s Ethernet. Plans: flat, hierarchical, and hierarchical with int8 between nodes.
+100 and of 25 Gbit/s Ethernet. Plans: flat, hierarchical, hierarchical with int8 between nodes, and the planner's choice.
 Computing varies from step to step and rank to rank by 2 % (log-normal); a point is the median of
 several draws. Its bar moves the exposed communication by the 95th percentile of the simulator's
 errors in 08's record; draws are the same in both ends.
@@ -113,6 +113,7 @@ PLANS = {
     "flat": ("flat", "none"),
     "hierarchical": ("hierarchical", "none"),
     "hierarchical, int8": ("hierarchical", "int8"),
+    "auto": ("auto", "none"),
 }
 
 

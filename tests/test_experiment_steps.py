@@ -100,7 +100,7 @@ def test_scaling_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
     assert scaling.run(tmp_path, quick=True) == 0
     path = tmp_path / "scaling.quick.jsonl"
     whole = read_records(path)
-    assert len(whole) == 2 + 2 + 6
+    assert len(whole) == 2 + 2 + 8
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:5]) + lines[5][:100])
     assert scaling.run(tmp_path, quick=True) == 0
