@@ -11,10 +11,10 @@ is taken to compute as many times faster than an A100 as data sheets say for den
 over 312 Tflop/s, more than is usually reached: communication then matters more, not less.
 
 Systems: DGX H100 (8 NICs of 400 Gbit/s a node), DGX A100 (8 of 200), and 8 V100 behind one NIC of
-100 and of 25 Gbit/s Ethernet. Plans: flat, hierarchical, hierarchical with int8 between nodes, and the planner's choice.
-Computing varies from step to step and rank to rank by 2 % (log-normal); a point is the median of
-several draws. Its bar moves the exposed communication by the 95th percentile of the simulator's
-errors in 08's record; draws are the same in both ends.
+100 and of 25 Gbit/s Ethernet. Plans: flat, hierarchical, hierarchical with int8 between nodes, and
+the planner's choice for each bucket. Computing varies from step to step and rank to rank by 2 %
+(log-normal); a point is the median of several draws. Its bar moves the exposed communication by the
+95th percentile of the simulator's errors in 08's record; draws are the same in both ends.
 
 Writes scaling.jsonl, a row a point: ``experiment`` "scaling", ``kind`` (weak, strong), ``model``,
 ``system``, ``gpus``, ``batch_per_gpu``, ``global_batch``, ``efficiency`` against one GPU,
