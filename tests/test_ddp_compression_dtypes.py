@@ -5,6 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.compressed_training import TWO_BY_TWO, Given, attached, on_hosts
+from topo_ar.planning.codecs import parse_codec
 
 SHAPES = {
     f"{kind}{n}": shape for kind in "dsh" for n, shape in enumerate([(60, 50), (50,), (8, 8)])
@@ -62,6 +63,27 @@ def test_each_dtype_is_compressed_in_buckets_of_its_own(ranks, codec) -> None:
     for bucket in buckets:
         assert codec in bucket.codecs
         assert 0 < bucket.sent_nbytes < bucket.dense_nbytes
+
+
+def _counted(rank, world_size, codec, kind):
+    on_hosts(rank, [0, 1])
+    names = {name: shape for name, shape in SHAPES.items() if name[0] == kind}
+    ddp = DistributedDataParallel(Given(names, BY_NAME))
+    with attached(ddp, codec, start_step=0) as handle:
+        for step in range(2):
+            ddp(_factors(rank, step)).backward()
+        (bucket,) = handle.compression.buckets
+    return bucket.sent_nbytes, [names[name.removeprefix("values.")] for name in bucket.parameters]
+
+
+@pytest.mark.parametrize("kind", "dsh")
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "randomk:0.1", "powersgd:2"])
+def test_counted_bytes_are_the_planned_bytes(ranks, codec, kind) -> None:
+    counted = ranks.run(_counted, 2, codec, kind)
+    itemsize = DTYPES[kind].itemsize
+    planned = 2 * parse_codec(codec).sent_nbytes(counted[0][1], 2, itemsize)
+    flags = 2 * 4
+    assert sum(sent for sent, _ in counted) == planned + flags
 
 
 def _beyond(rank, world_size):

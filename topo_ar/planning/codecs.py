@@ -23,6 +23,7 @@ SMALL = 1024
 RUN = 1 << 18
 _SCALE_NBYTES = 4
 _INDEX_NBYTES = 4
+_FLOAT_NBYTES = 4
 # A matrix is worth its factors when they are this many times smaller (pytorch/pytorch#52034).
 _MIN_RATE = 2
 
@@ -123,9 +124,12 @@ class Codec:
         num_nodes : int
             Members of the group, n.
         itemsize : int
-            Bytes of an element that is not compressed.
+            Bytes of an element of the gradient. Codecs work on fp32, whatever they are given; what
+            they leave in full travels as that too, or in fp64.
         """
         name = self.name
+        if self.lossy:
+            itemsize = max(itemsize, _FLOAT_NBYTES)
         if name == "powersgd":
             return self._factors(shapes, itemsize)
         coded = [shape for shape in shapes if name != "none" and not stays_exact(shape)]
@@ -140,8 +144,8 @@ class Codec:
         # Rounded up, so that the limit of the error holds for every size.
         kept = math.ceil(Fraction(repr(self._number)) * numel)
         if name == "randomk":  # a common seed chooses the same elements everywhere
-            return (Message("all_reduce", exact + itemsize * kept),)
-        pairs = (itemsize + _INDEX_NBYTES) * kept
+            return (Message("all_reduce", exact + _FLOAT_NBYTES * kept),)
+        pairs = (_FLOAT_NBYTES + _INDEX_NBYTES) * kept
         return (Message("all_gather", num_nodes * (exact + pairs)),)
 
     def _factors(self, shapes: Sequence[Shape], itemsize: int) -> tuple[Message, ...]:
@@ -157,8 +161,8 @@ class Codec:
         if not left:
             return (Message("all_reduce", itemsize * rest),)
         return (
-            Message("all_reduce", itemsize * (left + rest)),
-            Message("all_reduce", itemsize * right),
+            Message("all_reduce", _FLOAT_NBYTES * left + itemsize * rest),
+            Message("all_reduce", _FLOAT_NBYTES * right),
         )
 
     def sent_nbytes(self, shapes: Sequence[Shape], num_nodes: int, itemsize: int = 4) -> float:
