@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from topo_ar.integrations.backend import BackendOptions
     from topo_ar.integrations.ddp import attach, ddp, handle_of
     from topo_ar.integrations.mirror import mirror
+    from topo_ar.integrations.telemetry_options import Telemetry
     from topo_ar.planning.plan import Plan
+    from topo_ar.telemetry.targets import Targets
     from topo_ar.topology.model import Topology
     from topo_ar.topology.presets import preset
     from topo_ar.topology.readers import read
@@ -49,6 +51,8 @@ _HOMES = {
     "DiLoCo": "topo_ar.integrations.averaging",
     "LocalSGD": "topo_ar.integrations.averaging",
     "Plan": "topo_ar.planning.plan",
+    "Targets": "topo_ar.telemetry.targets",
+    "Telemetry": "topo_ar.integrations.telemetry_options",
     "Topology": "topo_ar.topology.model",
     "all_reduce": "topo_ar.api",
     "attach": "topo_ar.integrations.ddp",
@@ -71,6 +75,8 @@ __all__ = [
     "LocalSGD",
     "Plan",
     "PlanError",
+    "Targets",
+    "Telemetry",
     "TopoError",
     "Topology",
     "TopologyError",

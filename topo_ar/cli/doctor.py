@@ -42,6 +42,15 @@ def doctor(
         str | None, typer.Argument(help="A topology file or preset instead of this host.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse", help="Train on emulated hosts, cut a NIC, and see the job give way."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the rehearsal's telemetry and incident here.")
+    ] = None,
 ) -> None:
     """Check this host: network interface, TCP, shared memory, torch, topology, emulation.
 
@@ -51,8 +60,14 @@ def doctor(
     Example: topo-ar doctor
 
     Example: topo-ar doctor cluster.json
+
+    Example: topo-ar doctor --rehearse --out rehearsal
     """
-    if topology is not None:
+    if rehearse:
+        if topology is not None:
+            raise typer.BadParameter("--rehearse takes no topology")
+        findings = _rehearsed(out)
+    elif topology is not None:
         from topo_ar.cli.topology_source import load_topology
 
         findings = _topology(load_topology(topology))
@@ -73,6 +88,16 @@ def doctor(
             _print(finding)
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
         raise typer.Exit(1)
+
+
+def _rehearsed(out: Path | None) -> list[Finding]:
+    from topo_ar.cli.rehearse import rehearse
+
+    remedy = "look at the incident and the log of the ranks (--out DIR, TOPO_AR_LOG=info)"
+    return [
+        Finding(name, Verdict.OK if good else Verdict.PROBLEM, text, "" if good else remedy)
+        for name, (good, text) in rehearse(out).checks.items()
+    ]
 
 
 def _print(finding: Finding) -> None:

@@ -18,6 +18,7 @@ from topo_ar.cli.probe import probe
 from topo_ar.cli.run import run
 from topo_ar.cli.show import show
 from topo_ar.cli.simulate import simulate
+from topo_ar.cli.top import top
 from topo_ar.errors import TopoError
 
 app = typer.Typer(
@@ -56,6 +57,7 @@ app.command()(bench)
 app.command()(explain)
 app.command()(export)
 app.command()(emulate)
+app.command()(top)
 app.command()(doctor)
 # What follows the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(run)

@@ -45,7 +45,7 @@ from topo_ar.execution.rail_group import RailGroup
 from topo_ar.execution.reach import rail_of, why_no_rails
 from topo_ar.execution.recovery import Recovery
 from topo_ar.execution.shared_inputs import STAGED, SharedInputs
-from topo_ar.execution.slow_nics import with_slow_nics
+from topo_ar.execution.slow_nics import ring_rates, with_slow_nics
 from topo_ar.execution.ticket import GroupWork, Pending, Ticket
 from topo_ar.execution.torch_private import backend_of
 from topo_ar.planning.plan import Family, Plan
@@ -367,13 +367,17 @@ class Communicator:
         """
         return self._submit(torch.empty(0), partial(self._agreement.require_equal, facts))
 
-    def gather_rows(self, row: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+    def gather_rows(
+        self, row: torch.Tensor, on_done: Callable[[], None] | None = None
+    ) -> "torch.futures.Future[torch.Tensor]":
         """Gather a few numbers of every rank, in the order of the collectives. Collective.
 
         Parameters
         ----------
         row : Tensor
             One-dimensional, on the CPU, of the same size and dtype on all ranks.
+        on_done : callable, optional
+            As for `all_reduce`.
 
         Returns
         -------
@@ -381,7 +385,7 @@ class Communicator:
             A tensor of one row per rank, in rank order.
         """
         rows = row.new_empty((self.world_size, row.numel()))
-        return self._submit(rows, partial(self._job.channel.gather_rows, row, rows))
+        return self._submit(rows, partial(self._job.channel.gather_rows, row, rows), on_done)
 
     def share(self, tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         """Let co-located ranks read `tensor` where it lies when it is reduced. Collective.
@@ -572,6 +576,16 @@ class Communicator:
         self._lines.clear()
         self.topology = found
 
+    @property
+    def planning(self) -> tuple[Plans, Topology]:
+        """The plans in use and the topology that they are for; see `restore`."""
+        return self._plans, self.topology
+
+    def restore(self, planning: tuple[Plans, Topology]) -> None:
+        """Go back to plans that were in use before, on all ranks, while nothing is in flight."""
+        self._plans, self.topology = planning
+        self._lines.clear()
+
     def _with_measured_levels(self, topology: Topology) -> Topology:
         return measure_levels(self._job.channel, self.nodes, topology, self._all_reduce_in_node)
 
@@ -627,6 +641,10 @@ class Communicator:
     def gather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, in rank order. Collective, while nothing is in flight."""
         return self._job.channel.all_gather(data)
+
+    def node_rates(self) -> list[float]:
+        """Measure what NICs carry now: see `ring_rates`. Collective, while nothing is in flight."""
+        return ring_rates(self._job.channel, self.nodes)
 
     def record_spans(self, enabled: bool = True) -> list[Span]:
         """Return what was recorded so far and start (or stop) recording spans of every chunk."""

@@ -42,7 +42,7 @@ def with_slow_nics(
     said = [by_first[min(node)] for node in nodes]
     found = slow(
         [node.nics[0].payload if len(node.nics) == 1 else None for node in said],
-        _ring_rates(channel, nodes),
+        ring_rates(channel, nodes),
     )
     return with_nic_rates(topology, {said[i].name: rate for i, rate in found.items()})
 
@@ -66,7 +66,11 @@ def slow(declared: Sequence[float | None], into: Sequence[float]) -> dict[int, f
     }
 
 
-def _ring_rates(channel: Channel, nodes: Sequence[tuple[int, ...]]) -> list[float]:
+def ring_rates(channel: Channel, nodes: Sequence[tuple[int, ...]]) -> list[float]:
+    """Return the rate in bytes/s of the flow into each node from the node before, round the ring.
+
+    The same on all ranks, and collective over them, while nothing is in flight.
+    """
     at = next(i for i, node in enumerate(nodes) if channel.rank in node)
     best = [float("inf")] * len(_NBYTES)
     for i, nbytes in enumerate(_NBYTES):

@@ -188,11 +188,15 @@ class CompressedReduction:
         """Tell whether nothing is compressed any more, as when the job left the fast path."""
         reason = self.communicator.groups_reason
         if reason and not self.why_not:
-            self.why_not = reason
-            self.reason = f"compression ends, and what was not sent is dropped: {reason}"
-            self._buckets.clear()
-            self.say(self.reason, logging.WARNING)
+            self.end(reason)
         return bool(self.why_not)
+
+    def end(self, reason: str) -> None:
+        """Compress no more, from the step that begins on; all ranks do so in the same step."""
+        self.why_not = reason
+        self.reason = f"compression ends, and what was not sent is dropped: {reason}"
+        self._buckets.clear()
+        self.say(self.reason, logging.WARNING)
 
     def settle(self) -> None:
         """End the step at hand: if anything was not finite, it leaves no trace anywhere."""

@@ -1,6 +1,7 @@
 """DistributedDataParallel with the planned all-reduce: ``topo_ar.attach(ddp)`` and ``ddp(...)``."""
 
 import logging
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
@@ -28,9 +29,12 @@ from topo_ar.integrations.compression_choice import (
 from topo_ar.integrations.compression_state import State, load_state, saved_state
 from topo_ar.integrations.gradient_norm import GradNorm, NormMeter
 from topo_ar.integrations.hook import DDPHook
+from topo_ar.integrations.job_watch import JobWatch, watch_job
 from topo_ar.integrations.options import HookOptions
 from topo_ar.integrations.path_choice import PathChoice, PathChooser
 from topo_ar.integrations.replica_check import ReplicaCheck
+from topo_ar.integrations.target_monitor import TargetMonitor
+from topo_ar.integrations.telemetry_options import Telemetry, telemetry_of
 from topo_ar.integrations.trace import Recorder
 from topo_ar.integrations.unsupported import refuse_unsupported
 from topo_ar.integrations.zero_copy import BucketSharing
@@ -39,6 +43,8 @@ from topo_ar.planning.plan import Plan
 from topo_ar.planning.policy import parse_policy
 from topo_ar.planning.training_plan import TrainingPlan
 from topo_ar.telemetry.bucket_trace import BucketTrace
+from topo_ar.telemetry.incidents import Incident
+from topo_ar.telemetry.targets import Targets, targets_of
 from topo_ar.topology.model import Topology
 
 logger = logging.getLogger("topo_ar")
@@ -62,6 +68,7 @@ class Handle:
         self._recorder = recorder
         self._plan = plan
         self._norm: NormMeter | None = None
+        self.telemetry: JobWatch | None = None
         self._cap_mib = bucket_cap_mib(ddp)
         self._devices = sorted({p.device.type for p in ddp.parameters() if p.requires_grad})
 
@@ -170,6 +177,25 @@ class Handle:
         if self.hook.compression is not None:
             self.hook.compression.loss_scale = ask if callable(ask) else lambda: float(ask)
 
+    @property
+    def incidents(self) -> list[Incident]:
+        """The breaches of targets so far, and what was done; see `Incident`."""
+        return list(self._monitor.incidents)
+
+    def report_loss(self, loss: float) -> None:
+        """Say what this rank's loss of the step at hand is, for the target ``loss_drift``."""
+        self._monitor.report_loss(float(loss))
+
+    def set_targets(self, targets: Targets) -> None:
+        """Judge by other targets from the next step on; with the same ones on all ranks."""
+        self._monitor.set_targets(targets)
+
+    @property
+    def _monitor(self) -> TargetMonitor:
+        if self.telemetry is None or self.telemetry.monitor is None:
+            raise ConfigError("no targets are watched; call attach with telemetry= and targets=")
+        return self.telemetry.monitor
+
     def state_dict(self, *, exact: bool = False) -> State:
         """Return what was not sent yet and the codecs' state, tensors only; the same on all ranks.
 
@@ -197,6 +223,8 @@ class Handle:
     def close(self) -> None:
         """Close the communicator; the DDP cannot run backward afterwards."""
         self.communicator.close()
+        if self.telemetry is not None:
+            self.telemetry.close()
 
     def __enter__(self) -> Self:
         return self
@@ -215,6 +243,8 @@ def attach(
     zero_copy: bool = False,
     grad_norm: bool = False,
     check_replicas_every: int = 0,
+    telemetry: str | os.PathLike[str] | Telemetry | None = None,
+    targets: str | os.PathLike[str] | Targets | None = None,
     compression: str | Mapping[str, str] = "none",
     policy: str = "exact",
     optimizer: object = None,
@@ -241,6 +271,13 @@ def attach(
     check_replicas_every : int
         Compare the parameters of all ranks by checksum in the first step and every so many after
         it, and fail on all ranks where they differ, see `ReplicaCheck`; 0 for never.
+    telemetry : path-like or Telemetry, optional
+        A directory, or a ``.jsonl`` file, in which rank 0 keeps records of the running job, for
+        ``topo-ar top`` and others; given on all ranks. See `Telemetry`.
+    targets : path-like or Targets, optional
+        What steps may take, as a TOML file or `Targets`, the same on all ranks; with `telemetry`.
+        Where they are missed, all ranks go back to what reduced steps before, or plan anew, or to
+        plain all-reduce, in the same step, and rank 0 writes an incident.
     compression, policy, start_step, warm_up_steps, guard_steps
         See `CompressionSettings`.
     optimizer : Optimizer or str, optional
@@ -270,7 +307,9 @@ def attach(
             warm_up_steps=warm_up_steps,
             guard_steps=guard_steps,
         )
-        chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
+        chosen = HookOptions(
+            zero_copy, grad_norm, check_replicas_every, telemetry_of(telemetry), targets_of(targets)
+        )
     communicator = Communicator(
         ddp.process_group,
         topology=topology,
@@ -305,6 +344,11 @@ def prepare(
         handle.hook.observers.members.append(check)
     if chosen.zero_copy:
         handle.hook.sharing = BucketSharing(communicator)
+    if chosen.telemetry is not None:
+        handle.telemetry = watch_job(handle.hook, chosen.telemetry)
+        if chosen.targets is not None and chosen.telemetry.directory is not None:
+            directory = chosen.telemetry.directory
+            handle.telemetry.monitor = TargetMonitor(handle, chosen.targets, directory)
     return handle
 
 
@@ -350,6 +394,8 @@ def ddp(
     zero_copy: bool = False,
     grad_norm: bool = False,
     check_replicas_every: int = 0,
+    telemetry: str | os.PathLike[str] | Telemetry | None = None,
+    targets: str | os.PathLike[str] | Targets | None = None,
     compression: str | Mapping[str, str] = "none",
     policy: str = "exact",
     optimizer: str = "",
@@ -370,7 +416,7 @@ def ddp(
         The model.
     plan, topology, timeout_s, reproducible
         As for `Communicator`.
-    zero_copy, grad_norm, check_replicas_every
+    zero_copy, grad_norm, check_replicas_every, telemetry, targets
         As for `attach`.
     compression, policy, optimizer, start_step, warm_up_steps, guard_steps
         As for `attach`.
@@ -392,7 +438,9 @@ def ddp(
             warm_up_steps=warm_up_steps,
             guard_steps=guard_steps,
         )
-        chosen = HookOptions(zero_copy, grad_norm, check_replicas_every)
+        chosen = HookOptions(
+            zero_copy, grad_norm, check_replicas_every, telemetry_of(telemetry), targets_of(targets)
+        )
     communicator = Communicator(
         group_of(options),
         topology=topology,

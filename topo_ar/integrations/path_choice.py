@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.plans import Plans
 from topo_ar.execution.torch_private import GradBucket
 from topo_ar.integrations.observer import Observer
 from topo_ar.integrations.path_trial import LOOKS, ORDER, TURN_STEPS, Path, Verdict, judge
@@ -22,6 +23,7 @@ from topo_ar.integrations.turns import Turns
 from topo_ar.planning.plan import Family, Plan
 from topo_ar.telemetry.drift import StepWatch
 from topo_ar.telemetry.metrics import RatioInterval
+from topo_ar.topology.model import Topology
 from topo_ar.units import format_seconds, format_size
 
 logger = logging.getLogger("topo_ar")
@@ -89,6 +91,14 @@ class _Bucket:
     dense: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """What reduces steps: a path, and the plans of the communicator."""
+
+    path: Path
+    planning: tuple[Plans, Topology]
+
+
 class PathChooser(Observer):
     """Lets planned and plain steps take turns, and keeps to those that are faster.
 
@@ -127,6 +137,9 @@ class PathChooser(Observer):
         self._turns: Turns | None = None
         self._watch: StepWatch | None = None
         self._began = 0.0
+        # What steps were reduced by: now that it is settled, and before that.
+        self._settled: _Settled | None = None
+        self._before: _Settled | None = None
         self._seen: list[_Bucket] = []
         self._buckets: tuple[_Bucket, ...] = ()
         only = _only_path(communicator, plan, compression)
@@ -197,6 +210,10 @@ class PathChooser(Observer):
         self._turns = Turns(ORDER, TURN_STEPS)
         self.plain = self._turns.next(self.clock()) == Path.PLAIN
 
+    def plan_hashes(self) -> tuple[str, ...]:
+        """Return the hash of the plan of each bucket, whichever path is taken."""
+        return tuple(plan.hash for plan in self._plans())
+
     def _plans(self) -> list[Plan]:
         return [
             self._communicator.plan_for(each.nbytes, each.dtype.to_real().itemsize, each.device)
@@ -206,8 +223,62 @@ class PathChooser(Observer):
 
     def _settle(self, step: int, path: Path, reason: str, level_seconds: float | None) -> None:
         self._turns, self._watch = None, StepWatch(level_seconds)
+        self._take(step, path, reason)
+
+    def _take(self, step: int, path: Path, reason: str) -> None:
+        settled = _Settled(path, self._communicator.planning)
+        if self._settled is not None and self._settled != settled:
+            self._before = self._settled
+        self._settled = settled
         self.plain = path is Path.PLAIN
         self.choice = replace(self.choice, path=str(path), reason=reason, since_step=step)
+
+    def give_way(self, step: int, why: str, *, again: bool) -> str:
+        """Reduce the step that begins, and later ones, in another way: targets are missed.
+
+        What steps were reduced by before comes first. Where there was nothing before and the paths
+        may be compared, the network is measured and planned for anew and they take turns; else, or
+        where that was done, steps go the plain way. All ranks call it in the same step.
+
+        Parameters
+        ----------
+        step : int
+            The step that begins.
+        why : str
+            In a few words.
+        again : bool
+            Whether something was tried already.
+
+        Returns
+        -------
+        str
+            What is done, in a sentence; empty where there is nothing else to do.
+        """
+        communicator, before = self._communicator, self._before
+        if communicator.fallbacks or communicator.plain_reason is not None:
+            return ""
+        if before is not None:
+            done = f"back to the {before.path} all-reduce of before"
+            communicator.restore(before.planning)
+            self._settled, self._before = None, None
+            self._go(step, before.path, f"{done}: {why}")
+        elif not (self._over or again):
+            communicator.plan_anew()
+            done = "the network is measured and planned for anew"
+            self.choice = replace(self.choice, replans=self.choice.replans + 1)
+            self._start(step)
+        elif self.choice.path == str(Path.PLANNED) and not communicator.reproducible:
+            done = "plain all-reduce"
+            self._go(step, Path.PLAIN, f"{done}: {why}")
+        else:
+            return ""
+        return done
+
+    def _go(self, step: int, path: Path, reason: str) -> None:
+        if self._over:
+            self._take(step, path, reason)
+        else:
+            self._settle(step, path, reason, None)
 
     def _take_turns(self, turns: Turns, step: int, now: float) -> None:
         self.plain = turns.next(now) == Path.PLAIN

@@ -62,6 +62,11 @@ class StepWatch:
 
 
 def _window_steps(level_seconds: float | None) -> int:
-    if level_seconds is None:
-        return _LEAST_STEPS
-    return max(_LEAST_STEPS, round(min(_WINDOW_SECONDS / level_seconds, _MOST_STEPS)))
+    return steps_within(_WINDOW_SECONDS, level_seconds, _LEAST_STEPS)
+
+
+def steps_within(window_seconds: float, step_seconds: float | None, least: int) -> int:
+    """Return how many steps a window has, `least` to 1000; `least` where it is not known yet."""
+    if step_seconds is None:
+        return least
+    return max(least, round(min(window_seconds / step_seconds, _MOST_STEPS)))
