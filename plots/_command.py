@@ -15,7 +15,7 @@ from topo_ar.telemetry.records import read_records
 def plot(
     description: str | None, load: Callable[[list[str]], Any], draw: Callable[..., Any]
 ) -> None:
-    """Read the files named on the command line, draw them, and write FIGURE.png and .svg."""
+    """Read the files named on the command line, draw them, and write FIGURE.png, .svg and .pdf."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

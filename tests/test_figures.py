@@ -428,10 +428,25 @@ def test_what_is_no_topology_is_refused():
         figures.topology_graph({"name": "x", "devices": [], "links": []})
 
 
+def test_published_peaks_are_held_against_both_bounds():
+    def time(system, num_nodes, nbytes, seconds):
+        bounds = {"null_ring_seconds": 0.9, "bound_seconds": 0.6}
+        row = {"kind": "time", "system": system, "num_nodes": num_nodes, "nbytes": nbytes}
+        return {**row, "measured_seconds": seconds, **bounds}
+
+    rows = [time("a", 1, 8, 2.0), time("b", 3, 8, 1.0), time("b", 3, 4, 9.0), {"kind": "manifest"}]
+    (axes,) = figures.published_share(rows).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["b (3 nodes)", "a (1 node)"]
+    widths = [round(bar.get_width()) for bars in axes.containers for bar in bars]
+    assert widths == [90, 45, 60, 30]
+    with pytest.raises(ConfigError, match="none are here"):
+        figures.published_share([{"kind": "manifest"}])
+
+
 def test_saved_files_are_the_same_each_time_and_hold_no_date(tmp_path):
     first = figures.save(figures.bucket_timeline(SPANS), tmp_path / "a" / "one.png")
     second = figures.save(figures.bucket_timeline(SPANS), tmp_path / "b" / "two")
-    assert [path.suffix for path in first] == [".png", ".svg"]
+    assert [path.suffix for path in first] == [".png", ".svg", ".pdf"]
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
     assert b"dc:date" not in first[1].read_bytes()
@@ -474,7 +489,8 @@ def test_plot_scripts(tmp_path, name, kind):
         path.write_text(json.dumps(msgspec.to_builtins(preset("cpu-host", nodes=2))))
     done = script(name, path, "-o", tmp_path / "figure.png")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(tmp_path / f"figure.{suffix}") for suffix in ("png", "svg")]
+    suffixes = ("png", "svg", "pdf")
+    assert done.stdout.split() == [str(tmp_path / f"figure.{suffix}") for suffix in suffixes]
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 

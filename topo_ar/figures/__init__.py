@@ -6,6 +6,7 @@ from topo_ar.figures.codec_speedup import codec_speedup
 from topo_ar.figures.graph import topology_graph
 from topo_ar.figures.kernels import kernel_throughput
 from topo_ar.figures.prediction import predicted_measured
+from topo_ar.figures.published import published_share
 from topo_ar.figures.style import save, save_as
 from topo_ar.figures.timeline import bucket_timeline
 from topo_ar.figures.training import step_time, training_parity
@@ -18,6 +19,7 @@ __all__ = [
     "codec_speedup",
     "kernel_throughput",
     "predicted_measured",
+    "published_share",
     "save",
     "save_as",
     "step_time",

@@ -41,6 +41,7 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "svg.fonttype": "path",
+    "pdf.fonttype": 42,
     "svg.hashsalt": "topo-ar",
 }
 
@@ -69,25 +70,26 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(figure: "Figure", path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write `figure` as PNG and as SVG beside each other and return their paths.
+def save(figure: "Figure", path: str | os.PathLike[str]) -> tuple[Path, Path, Path]:
+    """Write `figure` as PNG, SVG and PDF beside each other and return their paths.
 
-    The suffix of `path` does not matter. Neither file holds a date or a version.
+    The suffix of `path` does not matter. No file holds a date or a version.
 
     Raises
     ------
     ConfigError
         If the files cannot be written.
     """
-    png, svg = Path(path).with_suffix(".png"), Path(path).with_suffix(".svg")
+    png, svg, pdf = (Path(path).with_suffix(suffix) for suffix in (".png", ".svg", ".pdf"))
     try:
         png.parent.mkdir(parents=True, exist_ok=True)
         with _style():
             figure.savefig(png, metadata={"Software": None})
             figure.savefig(svg, metadata={"Date": None, "Creator": None})
+            figure.savefig(pdf, metadata={"CreationDate": None, "Creator": None, "Producer": None})
     except OSError as error:
         raise ConfigError(f"cannot write a figure to {path}: {error.strerror}") from error
-    return png, svg
+    return png, svg, pdf
 
 
 def save_as(figure: "Figure", path: str | os.PathLike[str]) -> None:
