@@ -11,7 +11,7 @@ RESULTS ?= results
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check format gpu-bundle workloads-data experiments experiments-quick clean
+.PHONY: demo test test-all check format paper paper-check gpu-bundle workloads-data experiments experiments-quick clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)  ## the main job: probe, plan, execute, measure, plot on emulated hosts
@@ -32,6 +32,14 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+paper: $(READY)  ## the PDF from the committed records, offline once typst is there
+	@$(BIN)/python -c 'import typst' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[paper]'
+	$(BIN)/python -m paper.build
+
+paper-check: $(READY)  ## runs the claims that take minutes again and compares
+	$(BIN)/python -m paper.build --check
 
 gpu-bundle: $(READY)  ## what a borrowed GPU machine needs to run experiments/gpu_checks.py
 	$(BIN)/python -m experiments.gpu.bundle

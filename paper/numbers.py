@@ -1,22 +1,17 @@
-"""Every number of the paper, computed from result files: RESULTS/*.jsonl to numbers.json.
-
-Command: python -m paper.numbers experiments/results -o paper/numbers.json
+"""Every number of the paper, computed from result files.
 
 A number has a value, the text that the paper prints, and the files it comes from. Numbers whose
 files are missing are left out, so the same functions serve a single re-run experiment.
 """
 
-import argparse
 import hashlib
-import json
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from topo_ar.errors import ConfigError, TopoError
+from topo_ar.errors import ConfigError
 from topo_ar.telemetry.metrics import speedup_interval
 from topo_ar.telemetry.records import read_records
 from topo_ar.units import format_size
@@ -91,7 +86,7 @@ def _size(nbytes: int) -> str:
 def _ratio(key: str, baseline: list[float], candidate: list[float]) -> Named:
     ratio = speedup_interval(baseline, candidate)
     yield key, ratio.ratio, f"{ratio.ratio:.2f}"
-    yield f"{key}-interval", ratio.high - ratio.low, f"{ratio.low:.2f}–{ratio.high:.2f}"
+    yield f"{key}-interval", ratio.high - ratio.low, f"{ratio.low:.2f} to {ratio.high:.2f}"
 
 
 def _all_reduce(path: Path) -> Named:
@@ -202,25 +197,3 @@ _SOURCES: tuple[tuple[str, Callable[[Path], Named]], ...] = (
     ("soak.jsonl", _soak),
     ("compression_accuracy.jsonl", _accuracy),
 )
-
-
-def main() -> int:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    options = parser.parse_args()
-    try:
-        numbers = collect(options.results)
-    except TopoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    options.output.write_text(json.dumps({k: asdict(n) for k, n in numbers.items()}, indent=1))
-    print(f"{len(numbers)} numbers in {options.output}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
