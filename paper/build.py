@@ -16,21 +16,17 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paper.numbers import Number, collect, stamp
 from topo_ar import figures
 from topo_ar.errors import ConfigError, TopoError
-from topo_ar.telemetry.records import read_records
+from topo_ar.figures.catalogue import ENTRIES
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Record = dict[str, Any]
 PAPER = Path(__file__).parent
 RESULTS = PAPER.parent / "experiments" / "results"
 BUILD = PAPER / "build"
@@ -84,11 +80,13 @@ def prepare(results: Path) -> dict[str, Number]:
     missing = sorted(wanted - numbers.keys())
     if missing:
         raise ConfigError(f"the records in {results.name} do not give {', '.join(missing)}")
+    text = "".join(path.read_text() for path in PAPER.rglob("*.typ"))
     BUILD.mkdir(exist_ok=True)
     (PAPER / "numbers.json").write_text(numbers_json(numbers))
     (BUILD / "stamp.json").write_text(json.dumps(stamp(results)))
-    for name, draw in _figures(results).items():
-        figures.save(draw(), BUILD / f"{name}.svg")
+    for entry in ENTRIES:
+        if f"{entry.name}.svg" in text:
+            figures.save(entry.figure(results), BUILD / f"{entry.name}.svg")
     return numbers
 
 
@@ -96,23 +94,6 @@ def numbers_json(numbers: dict[str, Number]) -> str:
     """Return numbers.json's text: sorted, a number a line."""
     lines = (f" {json.dumps(key)}: {json.dumps(asdict(numbers[key]))}" for key in sorted(numbers))
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _figures(results: Path) -> dict[str, "Callable[[], Figure]"]:
-    def rows(*patterns: str) -> list[Record]:
-        paths = [path for pattern in patterns for path in sorted(results.glob(pattern))]
-        return [row for path in paths for row in read_records(path)]
-
-    def timings(*patterns: str) -> list[Record]:
-        return [row for row in rows(*patterns) if "candidate" in row]
-
-    return {
-        "busbw": lambda: figures.busbw_over_size(timings("allreduce_size.jsonl")),
-        "wire_share": lambda: figures.wire_share(timings("wire_*.jsonl")),
-        "accuracy": lambda: figures.accuracy_over_bytes(rows("compression_accuracy.jsonl")),
-        "simulated": lambda: figures.predicted_measured(timings("predicted_measured.jsonl")),
-        "published": lambda: figures.published_share(rows("published.jsonl")),
-    }
 
 
 def compile_pdf(pages: bool) -> Path:

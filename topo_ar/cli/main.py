@@ -15,6 +15,7 @@ from topo_ar.cli.explain import explain
 from topo_ar.cli.export import export
 from topo_ar.cli.plan import plan
 from topo_ar.cli.probe import probe
+from topo_ar.cli.report import report
 from topo_ar.cli.run import run
 from topo_ar.cli.show import show
 from topo_ar.cli.simulate import simulate
@@ -55,6 +56,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command()(bench)
 app.command()(explain)
+app.command()(report)
 app.command()(export)
 app.command()(emulate)
 app.command()(top)

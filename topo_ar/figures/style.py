@@ -1,6 +1,7 @@
 """The one style of all figures, and how they are saved: the same records give the same bytes."""
 
 import functools
+import io
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -106,6 +107,14 @@ def save_as(figure: "Figure", path: str | os.PathLike[str]) -> None:
             figure.savefig(path, metadata=blank)
     except OSError as error:
         raise ConfigError(f"cannot write a figure to {path}: {error.strerror}") from error
+
+
+def svg(figure: "Figure") -> bytes:
+    """Return `figure` as SVG, the same bytes for the same records."""
+    buffer = io.BytesIO()
+    with _style():
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
 
 
 def colour(names: Iterable[str]) -> dict[str, str]:
