@@ -31,7 +31,7 @@ from statistics import median
 
 from experiments import emulated_model
 from experiments.compute_load_ranks import COMPUTE, HOOK, PLAIN
-from experiments.jobs import Part, as_rank, measure, run_parts, under_torchrun
+from experiments.jobs import Part, as_rank, first_rank, measure, run_parts, under_torchrun
 from experiments.step_turns import StepSettings, measure_steps
 from topo_ar.cli.script import exit_code_of
 from topo_ar.emulation.spec import ClusterSpec
@@ -203,7 +203,7 @@ def main() -> int:
             parts.append(Part(CURVE, 0.5, partial(simulated, out, quick=quick)))
         if not options.table:
             run_parts(parts, lambda name: path_of(out, name, quick=quick))
-        for line in table(out, quick=quick):
+        for line in table(out, quick=quick) if first_rank() else ():
             print(line)
         return 0
 

@@ -27,7 +27,7 @@ from statistics import median
 
 from experiments import emulated_model
 from experiments.compute_load_ranks import COMPUTE, HOOK, PLAIN
-from experiments.jobs import Part, as_rank, measure, run_parts
+from experiments.jobs import Part, as_rank, first_rank, measure, run_parts
 from experiments.step_turns import StepSettings, measure_steps
 from topo_ar.cli.script import exit_code_of
 from topo_ar.emulation.spec import ClusterSpec
@@ -155,7 +155,7 @@ def main() -> int:
         part = Part("bucket_cap", 0.5 if quick else 2, partial(make, QUICK if quick else SETTINGS))
         if not options.table:
             run_parts([part], lambda _: path_of(options.out, quick=quick))
-        for line in table(options.out, quick=quick):
+        for line in table(options.out, quick=quick) if first_rank() else ():
             print(line)
         return 0
 

@@ -34,7 +34,7 @@ from statistics import mean, median
 
 import msgspec
 
-from experiments.jobs import Part, as_rank, measure, run_parts
+from experiments.jobs import Part, as_rank, first_rank, measure, run_parts
 from experiments.training_runs import HOOK, PLAIN, RunSettings, train
 from experiments.workloads.catalogue import NAMES
 from topo_ar.cli.script import exit_code_of
@@ -175,7 +175,7 @@ def main() -> int:
                 list(parts(options.only, seeds, options.out, quick=options.quick)),
                 lambda name: path_of(options.out, name, quick=options.quick),
             )
-        for line in table(options.out, quick=options.quick):
+        for line in table(options.out, quick=options.quick) if first_rank() else ():
             print(line)
         return 0
 

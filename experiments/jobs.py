@@ -42,6 +42,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and SETTINGS_ENV not in os.environ
 
 
+def first_rank() -> bool:
+    """Return whether this process is the one to print: no later rank of a real job."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
 def as_rank(kind: type[S], work: Callable[[S], Rows]) -> bool:
     """Do one rank's part if this process is a rank of an emulated host; return whether it was."""
     if SETTINGS_ENV not in os.environ:

@@ -266,8 +266,13 @@ def _keep(trainees: Sequence[Trainee], epoch: int, settings: RunSettings) -> Non
     if dist.get_rank() == 0:
         path = Path(settings.checkpoint)
         partial = path.with_suffix(".part")
-        torch.save({"epoch": epoch, "candidates": settings.candidates, "states": states}, partial)
+        torch.save({"epoch": epoch, "job": _job(settings), "states": states}, partial)
         partial.rename(path)
+
+
+def _job(settings: RunSettings) -> str:
+    """Return what has to be the same for a job to go on from a checkpoint."""
+    return repr(msgspec.structs.replace(settings, checkpoint=None, stop_after=None))
 
 
 def _resume(trainees: Sequence[Trainee], settings: RunSettings) -> int:
@@ -277,7 +282,7 @@ def _resume(trainees: Sequence[Trainee], settings: RunSettings) -> int:
         path = Path(settings.checkpoint)
         if path.exists():
             kept = torch.load(path, weights_only=True)
-            if tuple(kept["candidates"]) == settings.candidates:
+            if kept["job"] == _job(settings):
                 found = [kept]
     dist.broadcast_object_list(found)
     if found[0] is None:
