@@ -3,18 +3,23 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from topo_ar.errors import ConfigError
 from topo_ar.figures.accuracy import accuracy_over_bytes
 from topo_ar.figures.bandwidth import busbw_over_size
+from topo_ar.figures.bucket_cap import step_over_bucket_cap
 from topo_ar.figures.codec_speedup import codec_speedup
 from topo_ar.figures.graph import topology_graph
 from topo_ar.figures.kernels import kernel_throughput
 from topo_ar.figures.prediction import predicted_measured
 from topo_ar.figures.published import published_share
+from topo_ar.figures.ratio import comm_compute_ratio
+from topo_ar.figures.scaling import scaling_efficiency
 from topo_ar.figures.style import Record
+from topo_ar.figures.time_to_accuracy import quality_over_time
 from topo_ar.figures.training import step_time, training_parity
 from topo_ar.figures.wire_share import wire_share
 from topo_ar.telemetry.records import read_records
@@ -91,5 +96,20 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("accuracy", "Accuracy over bytes", "compression_accuracy.jsonl", accuracy_over_bytes),
     Entry("codec_speedup", "Speed-up by codec", "compression_ddp*.jsonl", codec_speedup),
     Entry("kernels", "Kernels of codecs", "compression_kernels*.jsonl", kernel_throughput),
+    Entry(
+        "comm_compute_ratio",
+        "Communication over computation",
+        "comm_compute_ratio_*.jsonl",
+        comm_compute_ratio,
+    ),
+    Entry("bucket_cap", "Bucket cap", "bucket_cap.jsonl", step_over_bucket_cap),
+    Entry("scaling_weak", "Weak scaling", "scaling.jsonl", scaling_efficiency),
+    Entry(
+        "scaling_strong",
+        "Strong scaling",
+        "scaling.jsonl",
+        partial(scaling_efficiency, kind="strong"),
+    ),
+    Entry("time_to_accuracy", "Time to accuracy", "time_to_accuracy_*.jsonl", quality_over_time),
     Entry("published", "Published NCCL peaks", "published.jsonl", published_share),
 )
