@@ -618,9 +618,22 @@ def test_warm_up_lets_the_density_fall(ranks) -> None:
     assert found == sorted(found, reverse=True)
     assert found[0] == 0.25
     assert found[10] == found[11] == 0.001
-    options = {"warm_up_steps": 4, "start_step": 0}
-    results = ranks.run(_trains, 4, TWO_BY_TWO, "topk:0.01", options)
-    assert all(torch.equal(ours, results[0][0]) for ours, _, _ in results)
+    for sent in ranks.run(_warms_up, 2):
+        assert sent == [3000, 3000, 750, 750, 188, 47, 30, 30]
+
+
+def _warms_up(rank, world_size):
+    """How many entries arrive in each step: first all, then ever fewer."""
+    on_hosts(rank, [0, 1])
+    ddp = DistributedDataParallel(Given({"a": (60, 50)}))
+    ramp = torch.arange(1.0, 3001).view(60, 50)
+    sent = []
+    with attached(ddp, "topk:0.01", start_step=2, warm_up_steps=4):
+        for _ in range(8):
+            ddp.zero_grad()
+            ddp({"a": ramp}).backward()
+            sent.append(int(ddp.module.gradients()["a"].count_nonzero()))
+    return sent
 
 
 def test_ddp_takes_compression_and_its_handle_is_found(ranks) -> None:
