@@ -93,7 +93,7 @@ def _elastic(folder: Path, *options: str, compression: str) -> dict[str, torch.T
     checkpoint = folder / "c.pt"
     variables = {
         **os.environ,
-        **{"HOSTS": "2", "RANKS": "2", "HEAD": "host0:29500", "IFACE": "eth0", "RESTARTS": "1"},
+        **{"HOSTS": "2", "RANKS": "2", "HEAD": "host0:29500", "IFACE": "eth0", "RESTARTS": "3"},
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -117,7 +117,7 @@ def _elastic(folder: Path, *options: str, compression: str) -> dict[str, torch.T
             for host in ("host0", "host1")
         ]
         said = [agent.communicate(timeout=200)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     assert ("exitcode: -6" in "".join(said)) == bool(options)
     state = torch.load(checkpoint)
     assert state["step"] == 24
