@@ -91,6 +91,9 @@ def measure(
 ) -> list[Record]:
     """Run `work` on every rank and return rank 0's rows, each with its manifest.
 
+    ``load_before`` in it is the machine's load average before emulated hosts came up: well above 0
+    it was busy with something else, and times are longer than they should be.
+
     Parameters
     ----------
     spec : ClusterSpec
@@ -128,6 +131,7 @@ def measure(
     readers: defaultdict[int, EventReader] = defaultdict(
         lambda: EventReader(lambda _, row: take(row), sys.stderr.write)
     )
+    load = os.getloadavg()[0]
     with open_cluster(spec, keep=[ROOT, *keep]) as cluster:
         links = report(cluster)
         job = start(
@@ -144,6 +148,7 @@ def measure(
     about = {
         **manifest("namespaces" if links.emulated else "loopback"),
         "links": msgspec.to_builtins(links),
+        "load_before": load,
     }
     return [{**row, "manifest": about} for row in rows]
 
