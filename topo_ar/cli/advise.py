@@ -46,7 +46,7 @@ def advise(
     long communication is exposed and which rank comes last; then the links are probed. The script
     is ended there: what it saves at its end is not saved. Suggestions come in order of their
     predicted gain, each with an interval and the line to paste. Rank 0 has to see this directory,
-    and the ranks have to inherit the environment.
+    and the ranks have to inherit the environment. Trainings on CPUs only, so far.
 
     Exits with 0 when there is advice, also "change nothing", and with 1 when the command ended
     before.

@@ -79,9 +79,10 @@ class Observation:
             return
         if not self._registered:
             self._registered = True
-            if registered_hooks(ddp):
+            why = _why_not(ddp)
+            if why is not None:
                 self._before.remove()
-                say("nothing is observed: the script has a communication hook of its own")
+                say(f"nothing is observed: {why}")
                 return
             ddp.register_comm_hook(None, self.hook)
         elif len(self._begun) > self._options.observe_steps + _FIRST:
@@ -149,6 +150,16 @@ class Observation:
 
     def __getstate__(self) -> dict[str, object]:
         return {}
+
+
+def _why_not(ddp: DistributedDataParallel) -> str | None:
+    if registered_hooks(ddp):
+        return "the script has a communication hook of its own"
+    if any(p.is_cuda for p in ddp.parameters()):
+        return (
+            "on GPUs a bucket's future does not tell when it is reduced; CPU trainings only so far"
+        )
+    return None
 
 
 def _took(step: StepTrace, position: int) -> float:

@@ -14,7 +14,7 @@ from topo_ar.planning.training_plan import TrainingPlan
 from topo_ar.units import format_rate, format_seconds
 
 SCHEMA_VERSION = 1
-# How far the planner's exposed times have been from the truth on emulated hosts, two in three.
+# Assumed: by what share predicted exposed times may be off, which the intervals show.
 _MODEL_ERROR = 0.25
 _WORTH = 1.03
 _OFTEN = 0.6
