@@ -31,6 +31,7 @@ PUBLIC = [
     "ddp",
     "discover",
     "handle_of",
+    "init_mesh",
     "mirror",
     "plan",
     "preset",

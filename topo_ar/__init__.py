@@ -6,7 +6,7 @@
     topo = topo_ar.read("topology.xml")        # or topo_ar.preset("dgx-h100", nodes=4)
     plan = topo_ar.plan(topo, nbytes=25_000_000)
     model = topo_ar.ddp(module)                # a DDP with the planned all-reduce
-    handle = topo_ar.attach(ddp)               # the same on a DDP that exists
+    handle = topo_ar.attach(model)             # the same on a DDP that exists, or an HSDP model
     results = topo_ar.mirror(train, nproc=4)   # a function on several ranks, from a notebook
     topo_ar.all_reduce(tensor)                 # the engine by hand
     dist.init_process_group("topo")            # or as a backend of torch.distributed
@@ -30,9 +30,11 @@ from topo_ar.torch_backend import register_backend, register_if_loaded
 if TYPE_CHECKING:
     from topo_ar.api import all_reduce, discover, plan
     from topo_ar.execution.communicator import Communicator
+    from topo_ar.integrations.attach import attach, handle_of
     from topo_ar.integrations.averaging import DiLoCo, LocalSGD
     from topo_ar.integrations.backend import BackendOptions
-    from topo_ar.integrations.ddp import attach, ddp, handle_of
+    from topo_ar.integrations.ddp import ddp
+    from topo_ar.integrations.mesh import init_mesh
     from topo_ar.integrations.mirror import mirror
     from topo_ar.integrations.telemetry_options import Telemetry
     from topo_ar.planning.plan import Plan
@@ -55,10 +57,11 @@ _HOMES = {
     "Telemetry": "topo_ar.integrations.telemetry_options",
     "Topology": "topo_ar.topology.model",
     "all_reduce": "topo_ar.api",
-    "attach": "topo_ar.integrations.ddp",
+    "attach": "topo_ar.integrations.attach",
     "ddp": "topo_ar.integrations.ddp",
     "discover": "topo_ar.api",
-    "handle_of": "topo_ar.integrations.ddp",
+    "handle_of": "topo_ar.integrations.attach",
+    "init_mesh": "topo_ar.integrations.mesh",
     "mirror": "topo_ar.integrations.mirror",
     "plan": "topo_ar.api",
     "preset": "topo_ar.topology.presets",
@@ -86,6 +89,7 @@ __all__ = [
     "ddp",
     "discover",
     "handle_of",
+    "init_mesh",
     "mirror",
     "plan",
     "preset",

@@ -56,7 +56,11 @@ class Failure(msgspec.Struct, frozen=True):
         return stage + (f" of collective {self.collective}" if self.collective >= 0 else "")
 
     def error(
-        self, rank: int, nodes: Sequence[tuple[int, ...]], last_completed: int
+        self,
+        rank: int,
+        nodes: Sequence[tuple[int, ...]],
+        last_completed: int,
+        in_job: Sequence[int] = (),
     ) -> ExecutionError:
         """Return the exception that `rank` raises for this failure.
 
@@ -64,6 +68,8 @@ class Failure(msgspec.Struct, frozen=True):
         ----------
         nodes : sequence of tuple of int
             The ranks of each node.
+        in_job : sequence of int
+            What each rank of a smaller group is called in the job.
         last_completed : int
             The number of the last collective that `rank` has completed, -1 for none.
         """
@@ -73,7 +79,7 @@ class Failure(msgspec.Struct, frozen=True):
             done = "none was completed before"
         return ExecutionError(
             f"rank {rank}: all-reduce failed{self.place}: {self.text}{seen}; "
-            f"{whereabouts(self.ranks, nodes)}{done}",
+            f"{whereabouts(self.ranks, nodes, in_job)}{done}",
             ranks=self.ranks,
             stage=self.stage,
             nodes=sorted({at for at, node in enumerate(nodes) if set(node) & set(self.ranks)}),
@@ -82,11 +88,14 @@ class Failure(msgspec.Struct, frozen=True):
         )
 
 
-def whereabouts(ranks: Sequence[int], nodes: Sequence[tuple[int, ...]]) -> str:
+def whereabouts(
+    ranks: Sequence[int], nodes: Sequence[tuple[int, ...]], in_job: Sequence[int] = ()
+) -> str:
     """Return on which nodes `ranks` are, as the beginning of a sentence."""
+    other = {rank: f" (rank {job} of the job)" for rank, job in enumerate(in_job) if rank != job}
     parts = []
     for at, node in enumerate(nodes):
-        there = [str(rank) for rank in sorted(ranks) if rank in node]
+        there = [f"{rank}{other.get(rank, '')}" for rank in sorted(ranks) if rank in node]
         if there:
             subject = f"rank {there[0]} is" if len(there) == 1 else f"ranks {', '.join(there)} are"
             parts.append(f"{subject} on node {at}")

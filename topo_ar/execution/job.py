@@ -203,4 +203,7 @@ class Job:
 
     def close(self) -> None:
         """Close every connection and release the memory; for once, by who used them last."""
+        # Who still waits for this rank learns of it here; a group may wait for its deadline.
+        for flow in self.flows.values():
+            flow.close()
         self._undo.close()

@@ -535,7 +535,10 @@ class Loop:
 
     def _fail(self, error: BaseException) -> None:
         failure = msgspec.structs.replace(self._failure(error), recoverable=False)
-        final = failure.error(self.pipeline.rank, self._job.nodes, self._last_completed)
+        job = self._job
+        final = failure.error(
+            self.pipeline.rank, job.nodes, self._last_completed, job.channel.ranks
+        )
         final.__cause__ = None if isinstance(error, ExecutionError) else error
         with self._lock:
             self.error = final

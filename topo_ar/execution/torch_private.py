@@ -1,6 +1,7 @@
 """Every private name of torch that the package uses, in one place; a test pins them by version."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,7 +23,12 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
-from torch.distributed.distributed_c10d import _create_process_group_wrapper, _get_default_store
+from torch.distributed.device_mesh import _normalize_backend_override
+from torch.distributed.distributed_c10d import (
+    _create_process_group_wrapper,
+    _get_default_store,
+    _world,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -240,3 +246,69 @@ def share_memory(storage: torch.UntypedStorage) -> int:
     """
     fd, _ = storage._share_fd_cpu_()
     return int(fd)
+
+
+def parameter_groups(module: torch.nn.Module) -> list[Any]:
+    """Return the parameter groups of all that is wrapped by ``fully_shard``, the module's first."""
+    found: dict[int, Any] = {}
+    for part in _fsdp_modules(module):
+        state = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.12 there is one, or none
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        found |= {id(group): group for group in groups}
+    return list(found.values())
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Free the parameters that FSDP has gathered, anywhere in `module`."""
+    for part in _fsdp_modules(module):
+        part.reshard()
+
+
+def _fsdp_modules(module: torch.nn.Module) -> Iterator[Any]:
+    from torch.distributed.fsdp import FSDPModule  # late: it imports much
+
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def replicate_group(parameters: Any) -> "dist.ProcessGroup | None":
+    """Return over which group gradients of a parameter group are all-reduced; None for none."""
+    return getattr(parameters.mesh_info, "replicate_process_group", None)
+
+
+def set_replicate_group(parameters: Any, group: "dist.ProcessGroup") -> None:
+    """Let a parameter group's gradients be all-reduced by another group of the same ranks."""
+    parameters.mesh_info = copy(parameters.mesh_info)  # others may have the same
+    parameters.mesh_info.replicate_process_group = group
+
+
+def shards_of(parameters: Any) -> list[tuple[torch.nn.Parameter, torch.Size]]:
+    """Return the parameters of a parameter group and the shapes of their padded shards."""
+    return [(each.sharded_param, each.padded_sharded_param_size) for each in parameters.fsdp_params]
+
+
+def reduce_device(parameters: Any) -> torch.device:
+    """Return where the gradients of a parameter group are reduced."""
+    device: torch.device = parameters.device
+    return device
+
+
+def lend_name(group: "dist.ProcessGroup", to: "dist.ProcessGroup") -> None:
+    """Let torch's functions know `to`, which is in no registry, as they know `group`.
+
+    They do until the job's groups are destroyed, or `take_name` is called.
+    """
+    _world.pg_map[to] = _world.pg_map[group]
+    _world.pg_group_ranks[to] = _world.pg_group_ranks[group]
+
+
+def take_name(group: "dist.ProcessGroup") -> None:
+    """Undo `lend_name`."""
+    _world.pg_map.pop(group, None)
+    _world.pg_group_ranks.pop(group, None)
+
+
+def mesh_backends(override: Mapping[int | str, Any], names: tuple[str, ...]) -> Any:
+    """Return ``backend_override=`` of ``init_device_mesh`` as the mesh itself takes it."""
+    return tuple(_normalize_backend_override(dict(override), len(names), names))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from topo_ar.errors import ConfigError, ExecutionError
 from topo_ar.execution.arguments import is_plain_memory, takes
 from topo_ar.execution.communicator import Communicator
+from topo_ar.execution.network import local_address
 from topo_ar.execution.torch_private import (
     BackendRequest,
     TorchOptions,
@@ -117,8 +118,9 @@ class ReduceWork(dist.Work):
 
     @uncompiled
     def get_future(self) -> "torch.futures.Future[Tensors]":
-        """Return the future of the tensors."""
-        return self._future
+        """Return a future of the tensors."""
+        # Torch's C++ side reads a Python exception as a result, and crashes; a callback's it knows.
+        return self._future.then(_value)
 
 
 class TopoGroup(dist.ProcessGroup):
@@ -138,7 +140,7 @@ class TopoGroup(dist.ProcessGroup):
     Raises
     ------
     ConfigError
-        If `options` are another backend's.
+        If `options` are another backend's, or ``GLOO_SOCKET_IFNAME`` is not usable.
     """
 
     def __init__(self, request: BackendRequest, options: Any = None) -> None:
@@ -147,6 +149,7 @@ class TopoGroup(dist.ProcessGroup):
                 f"pg_options of backend {NAME!r} are topo_ar.BackendOptions, "
                 f"not {type(options).__name__}"
             )
+        local_address(request.group_rank)  # gloo would say less of a name that is no interface's
         super().__init__(request.group_rank, request.group_size)  # type: ignore[call-arg]
         self._options = options or BackendOptions()
         self._timeout_s = request.timeout.total_seconds()
@@ -239,6 +242,18 @@ class TopoGroup(dist.ProcessGroup):
             self._lazy.call(partial(_reduce_all, work, tensors, op), work.fail)
         return work
 
+    def split_group(self, *args: Any, **named: Any) -> "dist.ProcessGroup":
+        """Refuse: what torch splits off a group knows of no plan.
+
+        Raises
+        ------
+        ConfigError
+            Always.
+        """
+        raise ConfigError(
+            'split_group would make a group of NCCL; use new_group(ranks, backend="topo")'
+        )
+
     def shutdown(self) -> None:
         """Close the communicator and the backends; torch calls it when a group is destroyed."""
         self._lazy.close()
@@ -295,6 +310,11 @@ def _delegate(name: str) -> None:
 for _name in _DELEGATED:
     if hasattr(dist.ProcessGroup, _name):  # some came with later versions of torch
         _delegate(_name)
+
+
+def _value(future: "torch.futures.Future[Tensors]") -> Tensors:
+    tensors: Tensors = future.value()
+    return tensors
 
 
 def _reduce_all(

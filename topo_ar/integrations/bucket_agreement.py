@@ -4,7 +4,7 @@ import torch
 
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.fingerprint import fingerprint
-from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.bucket import Bucket
 from topo_ar.integrations.observer import Observer
 
 # Names beyond this length are told apart by a fingerprint: DDP's first bucket may have all.
@@ -31,7 +31,7 @@ class BucketAgreement(Observer):
         self._names = names
         self._agreed: set[tuple[object, ...]] = set()
 
-    def called(self, bucket: GradBucket, tensor: torch.Tensor) -> None:
+    def called(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         """Have a new bucket compared before its reduction, which fails where ranks differ.
 
         Raises

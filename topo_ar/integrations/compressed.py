@@ -25,7 +25,7 @@ from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.fingerprint import fingerprint
 from topo_ar.execution.node_group import NodeGroup
 from topo_ar.execution.rail_group import RailGroup
-from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.bucket import Bucket
 from topo_ar.integrations.compression_buckets import (
     BucketState,
     CompressionReport,
@@ -154,7 +154,7 @@ class CompressedReduction:
         """What shards are multiplied by: the loss scale, less the headroom."""
         return self._step.loss_scale / self._headroom
 
-    def begin(self, bucket: GradBucket) -> None:
+    def begin(self, bucket: Bucket) -> None:
         """Take note of a call of the hook: the first bucket begins a step.
 
         The numbers of buckets restart in each synchronised backward, and for ranks that have run
@@ -213,7 +213,7 @@ class CompressedReduction:
         self._step = _Step(next_step - 1)
         self._buckets.clear()
 
-    def reduce(self, bucket: GradBucket, tensor: torch.Tensor, on_done: Done) -> Future:
+    def reduce(self, bucket: Bucket, tensor: torch.Tensor, on_done: Done) -> Future:
         """Average a bucket over all ranks, in place; see `Communicator.all_reduce`."""
         if self.why_not:
             return self._exactly(tensor, on_done)
@@ -259,7 +259,7 @@ class CompressedReduction:
         average_rows(tensor, rail, node, self.communicator.world_size)
         self._watch(tensor)
 
-    def _bucket(self, bucket: GradBucket, tensor: torch.Tensor) -> BucketState | None:
+    def _bucket(self, bucket: Bucket, tensor: torch.Tensor) -> BucketState | None:
         """Return what is known of a bucket; None where all of it is reduced exactly."""
         parameters = bucket.parameters()
         key = (tensor.dtype, tensor.device.type, *map(id, parameters))

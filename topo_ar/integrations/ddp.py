@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from topo_ar.integrations.bucket_agreement import BucketAgreement
 from topo_ar.integrations.bucket_cap import advice, planned_cap
 from topo_ar.integrations.compressed import CompressedReduction
 from topo_ar.integrations.compression_auto import Auto, decide
-from topo_ar.integrations.compression_buckets import CompressionReport
 from topo_ar.integrations.compression_choice import (
     AUTO,
     CompressionSettings,
@@ -28,10 +27,11 @@ from topo_ar.integrations.compression_choice import (
 )
 from topo_ar.integrations.compression_state import State, load_state, saved_state
 from topo_ar.integrations.gradient_norm import GradNorm, NormMeter
+from topo_ar.integrations.handle import BaseHandle
 from topo_ar.integrations.hook import DDPHook
 from topo_ar.integrations.job_watch import JobWatch, watch_job
 from topo_ar.integrations.options import HookOptions
-from topo_ar.integrations.path_choice import PathChoice, PathChooser
+from topo_ar.integrations.path_choice import PathChooser
 from topo_ar.integrations.replica_check import ReplicaCheck
 from topo_ar.integrations.target_monitor import TargetMonitor
 from topo_ar.integrations.telemetry_options import Telemetry, telemetry_of
@@ -42,7 +42,6 @@ from topo_ar.planning.joint_reasons import cap_name
 from topo_ar.planning.plan import Plan
 from topo_ar.planning.policy import parse_policy
 from topo_ar.planning.training_plan import TrainingPlan
-from topo_ar.telemetry.bucket_trace import BucketTrace
 from topo_ar.telemetry.incidents import Incident
 from topo_ar.telemetry.targets import Targets, targets_of
 from topo_ar.topology.model import Topology
@@ -52,7 +51,7 @@ logger = logging.getLogger("topo_ar")
 _handles: "WeakKeyDictionary[DistributedDataParallel, Handle]" = WeakKeyDictionary()
 
 
-class Handle:
+class Handle(BaseHandle):
     """What `attach` returns: the communicator, the bucket trace, advice, and `close`."""
 
     def __init__(
@@ -63,28 +62,12 @@ class Handle:
         ddp: DistributedDataParallel,
         plan: str | Plan,
     ) -> None:
-        self.hook = hook
-        self.communicator = communicator
-        self._recorder = recorder
+        super().__init__(hook, communicator, recorder)
         self._plan = plan
         self._norm: NormMeter | None = None
         self.telemetry: JobWatch | None = None
         self._cap_mib = bucket_cap_mib(ddp)
         self._devices = sorted({p.device.type for p in ddp.parameters() if p.requires_grad})
-
-    @property
-    def error(self) -> BaseException | None:
-        """The exception behind a failed step, with its class; DDP only reports the text."""
-        return self.communicator.error or self.hook.error
-
-    @property
-    def fallbacks(self) -> int:
-        """How often a failure made all ranks leave the fast path; see `Communicator`."""
-        return self.communicator.fallbacks
-
-    def trace(self) -> BucketTrace:
-        """Return the bucket trace of the last steps."""
-        return self._recorder.snapshot(self.communicator.world_size)
 
     def grad_norm(self) -> GradNorm:
         """Return the norm of the last step's averaged gradients. Collective, after backward.
@@ -150,34 +133,6 @@ class Handle:
         logger.info("advice after %d steps: %s", self._recorder.num_steps, found.reason)
 
     @property
-    def choice(self) -> PathChoice:
-        """Whether steps go as planned or by plain all-reduce, and why; see `PathChoice`."""
-        assert self.hook.path is not None
-        return self.hook.path.choice
-
-    @property
-    def compression(self) -> CompressionReport:
-        """What is compressed how, and the bytes that this rank sends for it."""
-        compression = self.hook.compression
-        return CompressionReport("not asked for") if compression is None else compression.report()
-
-    def set_loss_scale(self, scale: Any) -> None:
-        """Say what the loss is multiplied by, for what was not sent to stay right when it changes.
-
-        A hook cannot see that. Without it a scale that changes makes what is outstanding from the
-        step before too large or too small by as much, once; steps that overflow are skipped as
-        they should be in either case.
-
-        Parameters
-        ----------
-        scale : GradScaler, callable or float
-            A scaler is asked in each step.
-        """
-        ask = getattr(scale, "get_scale", scale)
-        if self.hook.compression is not None:
-            self.hook.compression.loss_scale = ask if callable(ask) else lambda: float(ask)
-
-    @property
     def incidents(self) -> list[Incident]:
         """The breaches of targets so far, and what was done; see `Incident`."""
         return list(self._monitor.incidents)
@@ -225,12 +180,6 @@ class Handle:
         self.communicator.close()
         if self.telemetry is not None:
             self.telemetry.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def attach(
@@ -491,15 +440,6 @@ def drop(ddp: DistributedDataParallel, handle: Handle) -> bool:
     return ours
 
 
-def handle_of(model: DistributedDataParallel) -> Handle:
-    """Return the handle of a DDP that `ddp` made or `attach` was called on.
-
-    Raises
-    ------
-    ConfigError
-        If there is none.
-    """
-    handle = _handles.get(model)
-    if handle is None:
-        raise ConfigError("this DistributedDataParallel has no hook of topo_ar; call attach on it")
-    return handle
+def handle_of(model: nn.Module) -> Handle | None:
+    """Return the handle of a DDP that `ddp` made or `attach` was called on; None without."""
+    return _handles.get(model)  # type: ignore[call-overload, no-any-return]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from topo_ar.errors import ConfigError, ExecutionError
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.bucket import Bucket
 from topo_ar.integrations.compressed import CompressedReduction
 from topo_ar.integrations.observer import Observers
 from topo_ar.integrations.path_choice import PathChooser
@@ -80,25 +81,7 @@ class DDPHook:
         if isinstance(bucket, tuple):  # no reducer that would wait, and nobody reads the future
             raise ConfigError(EACH_PARAMETER)
         try:
-            if self.communicator is None:
-                raise ExecutionError(
-                    "this hook was loaded from a file and has no communicator; call "
-                    "topo_ar.attach on a new DistributedDataParallel"
-                )
-            tensor = bucket.buffer()
-            self.observers.called(bucket, tensor)
-            if self.compression is not None:
-                self.compression.begin(bucket)
-            call = None
-            if self.recorder is not None:
-                if self.advise is not None and bucket.index() == 0:
-                    self._advise_once(self.advise, self.recorder.num_steps)
-                call = self.recorder.called(bucket, tensor)
-            if tensor.is_cpu:
-                return self._reduced(bucket, tensor, partial(self._done, call, tensor))
-            # What is enqueued on a device is not there yet; a callback has streams that wait.
-            future = self._reduced(bucket, tensor, partial(self._note, call))
-            return future.then(self._observe) if self.observers.members else future
+            return self.reduce(bucket, bucket.buffer())
         except BaseException as error:
             self.error = error
             logger.exception("the hook failed")
@@ -106,18 +89,47 @@ class DDPHook:
             failed.set_exception(error)  # type: ignore[arg-type]
             return failed
 
+    def reduce(
+        self,
+        bucket: Bucket,
+        tensor: torch.Tensor,
+        op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.AVG,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Reduce what is in a bucket in place; else as `Communicator.all_reduce`."""
+        if self.communicator is None:
+            raise ExecutionError(
+                "this hook was loaded from a file and has no communicator; call "
+                "topo_ar.attach on a new DistributedDataParallel"
+            )
+        self.observers.called(bucket, tensor)
+        if self.compression is not None:
+            self.compression.begin(bucket)
+        call = None
+        if self.recorder is not None:
+            if self.advise is not None and bucket.index() == 0:
+                self._advise_once(self.advise, self.recorder.num_steps)
+            call = self.recorder.called(bucket, tensor)
+        if tensor.is_cpu:
+            return self._reduced(bucket, tensor, partial(self._done, call, tensor), op)
+        # What is enqueued on a device is not there yet; a callback has streams that wait.
+        future = self._reduced(bucket, tensor, partial(self._note, call), op)
+        return future.then(self._observe) if self.observers.members else future
+
     def _reduced(
-        self, bucket: GradBucket, tensor: torch.Tensor, on_done: Callable[[], None]
+        self,
+        bucket: Bucket,
+        tensor: torch.Tensor,
+        on_done: Callable[[], None],
+        op: "dist.ReduceOp.RedOpType",
     ) -> torch.futures.Future[torch.Tensor]:
         assert self.communicator is not None
         plain = self.path is not None and self.path.plain
-        if self.compression is not None and not plain:
+        if self.compression is not None and not plain and op == dist.ReduceOp.AVG:
             return self.compression.reduce(bucket, tensor, on_done)
         if self.sharing is not None and not plain:
             self.sharing.see(bucket.index(), tensor)
         name = f"bucket {bucket.index()}"
-        average = dist.ReduceOp.AVG
-        return self.communicator.all_reduce(tensor, average, on_done, plain=plain, name=name)
+        return self.communicator.all_reduce(tensor, op, on_done, plain=plain, name=name)
 
     def _note(self, call: BucketCall | None) -> None:
         if self.recorder is not None and call is not None:

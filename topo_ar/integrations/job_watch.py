@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from topo_ar.errors import ConfigError
-from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.bucket import Bucket
 from topo_ar.integrations.observer import Observer
 from topo_ar.integrations.path_choice import UNDECIDED, PathChoice
 from topo_ar.integrations.path_trial import Path
@@ -150,7 +150,7 @@ class JobWatch(Observer):
         self._step = _Step(step, now)
         self._own.seconds += time.perf_counter() - begun - probed
 
-    def called(self, bucket: GradBucket, tensor: torch.Tensor) -> None:
+    def called(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         """Stamp a call."""
         begun = time.perf_counter()
         step = self._step

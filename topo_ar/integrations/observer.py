@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.bucket import Bucket
 
 
 class Observer:
@@ -13,7 +13,7 @@ class Observer:
     def begin(self, step: int) -> None:
         """Take note that a step is about to begin, counted from 0; nothing is in flight."""
 
-    def called(self, bucket: GradBucket, tensor: torch.Tensor) -> None:
+    def called(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         """Take note of a bucket that is about to be reduced."""
 
     def done(self, reduced: torch.Tensor) -> None:
@@ -33,7 +33,7 @@ class Observers(Observer):
         self.members = list(members)
         self._step = -1
 
-    def called(self, bucket: GradBucket, tensor: torch.Tensor) -> None:
+    def called(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         """Pass a call on, after the beginning of a step where it is the first one.
 
         The numbers of buckets restart in each synchronised backward, and in its shadow for ranks

@@ -16,7 +16,7 @@ import torch
 
 from topo_ar.execution.communicator import Communicator
 from topo_ar.execution.plans import Plans
-from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.bucket import Bucket
 from topo_ar.integrations.observer import Observer
 from topo_ar.integrations.path_trial import LOOKS, ORDER, TURN_STEPS, Path, Verdict, judge
 from topo_ar.integrations.turns import Turns
@@ -148,7 +148,7 @@ class PathChooser(Observer):
         # Once compression has begun, only what was exchanged is known to be the same on all ranks.
         self._exact = compression is None or compression.stays_exact is True
 
-    def called(self, bucket: GradBucket, tensor: torch.Tensor) -> None:
+    def called(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         """Take note of a bucket."""
         dense = tensor.layout is torch.strided
         nbytes = tensor.nbytes if dense else 0

@@ -5,7 +5,7 @@ from collections import deque
 
 import torch
 
-from topo_ar.execution.torch_private import GradBucket
+from topo_ar.integrations.bucket import Bucket
 from topo_ar.telemetry.bucket_trace import BucketCall, BucketTrace, StepTrace
 
 
@@ -37,7 +37,7 @@ class Recorder:
         self._backward_begin = time.monotonic()
         self._last_index = None
 
-    def called(self, bucket: GradBucket, tensor: torch.Tensor) -> BucketCall:
+    def called(self, bucket: Bucket, tensor: torch.Tensor) -> BucketCall:
         """Note a call of the hook and return its row, to be completed by `done`."""
         index = bucket.index()
         # Without a forward pass in between (accumulation by hand) a restarted index is a new step.

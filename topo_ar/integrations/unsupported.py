@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,7 +51,10 @@ def refuse_unsupported(ddp: object) -> None:
         If `ddp` is no DDP, has a hook, or an option that bypasses hooks.
     """
     if not isinstance(ddp, DistributedDataParallel):
-        raise ConfigError(f"attach takes a DistributedDataParallel, not a {type(ddp).__name__}")
+        raise ConfigError(
+            "attach takes a DistributedDataParallel or what fully_shard returned, not a "
+            f"{type(ddp).__name__}"
+        )
     if registered_hooks(ddp):
         raise ConfigError(_HAS_HOOK)
     if skips_unused(ddp):
@@ -60,3 +63,26 @@ def refuse_unsupported(ddp: object) -> None:
         raise ConfigError(EACH_PARAMETER)
     if is_static_graph(ddp):
         logger.warning("static_graph=True: torch fails in no_sync() then, with or without a hook")
+
+
+def refuse_fsdp1(strategy: str) -> NoReturn:
+    """Refuse a FullyShardedDataParallel, and say how to get its all-reduces planned.
+
+    Raises
+    ------
+    ConfigError
+        Always.
+    """
+    if strategy == "NO_SHARD":
+        how = 'give it process_group=dist.new_group(backend="topo"), or use DistributedDataParallel'
+    elif strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        how = (
+            "give it process_group=(SHARDS, REPLICAS), REPLICAS being made by "
+            'dist.new_group(..., backend="topo"); or use fully_shard'
+        )
+    else:
+        how = "it all-reduces no gradients; use fully_shard over topo_ar.init_mesh(device_type)"
+    raise ConfigError(
+        f"attach does not take a FullyShardedDataParallel, here {strategy}, whose hooks are not "
+        f"told whose gradients they get: {how}"
+    )
