@@ -259,6 +259,42 @@ def test_codecs_between_replicas(ranks) -> None:
             assert len(codecs) == 2
 
 
+def _goes_on(rank, world_size):
+    """Train 8 steps, once in one go and once by way of a saved state after 5."""
+    on_hosts(rank, HOSTS)
+    mesh = _mesh()
+    ended, keys = [], []
+    for stops in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(_Wide(), mesh=mesh)
+        settings = {"start_step": 1, "guard_steps": 0, "timeout_s": 20.0}
+        handle = topo_ar.attach(model, compression="topk:0.1", **settings)
+        for step in range(8):
+            if stops and step == 5:
+                state = handle.state_dict(exact=True)
+                handle.close()
+                handle = topo_ar.attach(model, compression="topk:0.1", **settings)
+                handle.load_state_dict(state)
+                keys = sorted({key.partition("/")[0] for key in state})
+                with pytest.raises(ConfigError):
+                    handle.load_state_dict({key.replace("rank", ""): 0 for key in state})
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        ended.append(_weights(model))
+        handle.close()
+    return all(map(torch.equal, *ended)), keys
+
+
+def test_what_was_not_sent_goes_into_a_checkpoint(ranks) -> None:
+    for rank, (same, keys) in enumerate(ranks.run(_goes_on, 4)):
+        assert same
+        assert keys == [f"replicas of rank {rank % 2}"]
+
+
 def _refused(rank, world_size):
     mesh = _mesh()
     said = []

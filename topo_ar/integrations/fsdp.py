@@ -25,6 +25,7 @@ from topo_ar.execution.torch_private import (
 from topo_ar.integrations.bucket_agreement import BucketAgreement
 from topo_ar.integrations.compressed import CompressedReduction
 from topo_ar.integrations.compression_choice import AUTO, compression_settings
+from topo_ar.integrations.compression_state import State, load_state, saved_state
 from topo_ar.integrations.handle import BaseHandle
 from topo_ar.integrations.hook import DDPHook
 from topo_ar.integrations.path_choice import PathChooser
@@ -131,6 +132,40 @@ class FSDPHandle(BaseHandle):
             return
         self.hook.reduce(bucket, tensor).wait()  # codecs average
         tensor.mul_(self.communicator.world_size)
+
+    @property
+    def _mark(self) -> str:
+        return f"replicas of rank {self.replicas[0]}/"
+
+    def state_dict(self, *, exact: bool = False) -> State:
+        """Return what was not sent yet and the codecs' state of this rank's shards, tensors only.
+
+        Collective; call it between steps on all ranks. Replicas return the same, others have keys
+        of their own, so that it can be saved rank by rank or by ``torch.distributed.checkpoint``.
+
+        Parameters
+        ----------
+        exact : bool
+            Keep what each node has not sent instead of the sum, so that a job of the same ranks
+            goes on bit for bit.
+        """
+        found = saved_state(self.hook.compression, exact)
+        return {f"{self._mark}{key}": value for key, value in found.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over a state, of a job with the same mesh, before the next step.
+
+        Raises
+        ------
+        ConfigError
+            If `state` is not what `state_dict` returned, or has nothing of this rank's shards.
+        """
+        mine = {
+            key.removeprefix(self._mark): value
+            for key, value in state.items()
+            if key.startswith(self._mark)
+        }
+        load_state(self.hook.compression, mine)
 
     def close(self) -> None:
         """Give FSDP its own all-reduce back and close the communicator; between steps."""
