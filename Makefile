@@ -48,7 +48,7 @@ workloads-data: $(READY)  ## what the workloads train on: packages of which only
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[workloads]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gensim==4.4.0 mlxtend==0.25.0 recbole==1.2.1
 
-experiments-quick: workloads-data  ## every experiment in its small form, in 25 minutes on two cores
+experiments-quick: workloads-data  ## every experiment in its small form
 	$(BIN)/python -m experiments.run_all --quick --out $(RESULTS)
 
 experiments: workloads-data  ## every experiment; goes on where it was interrupted

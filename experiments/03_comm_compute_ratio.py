@@ -1,7 +1,7 @@
 """What does a training step take over its computing, as communication grows against it?
 
 Command: python -m experiments.03_comm_compute_ratio --out results/
-Minutes: 5 on two cores (2 hosts of 4 ranks, NICs of four rates, two batches); --quick shows that it
+Minutes: 7 on two cores (2 hosts of 4 ranks, NICs of four rates, two batches); --quick shows that it
 runs.
 
 A ResNet with gradients of 4.9 MB trains by plain DDP, through the hook, and through the hook with
