@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--compression", default="none")
     parser.add_argument("--exact", action="store_true", help="resume bit for bit, on equal ranks")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds until ranks are lost")
-    parser.add_argument("--fail", help="RANK:STEP dies there in the job's first life, for a test")
+    parser.add_argument("--fail", help="RANK:STEP dies there, unless resumed, for a test")
     options = parser.parse_args()
 
     cuda = torch.cuda.is_available()
@@ -54,7 +54,7 @@ def main() -> None:
     )
     first = _resume(options.checkpoint, module, optimizer, handle, device)
     for step in range(first, options.steps):
-        if options.fail == f"{rank}:{step}" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if options.fail == f"{rank}:{step}" and first == 0:
             os.abort()
         generator = torch.Generator().manual_seed(step * 1000 + rank)
         inputs = torch.randn(8, 64, generator=generator).to(device)

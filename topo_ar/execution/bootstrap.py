@@ -46,8 +46,10 @@ class _Names:
             self._made[scope, ranks] += 1
             number = self._made[scope, ranks]
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        # A launcher that restarts ranks may hand them the store of those before.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A launcher that restarts ranks may hand them the store of those before. Where it does not,
+        # its count must not be in the name: torchrun's agents count apart, each its own failures.
+        fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+        restart = "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return f"topo_ar/{restart}/{digest}/{scope}{number}"
 
 
