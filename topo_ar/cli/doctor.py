@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from topo_ar.cli.doctor_job import is_launched, job_findings
+
 if TYPE_CHECKING:
     from topo_ar.topology.model import Topology
 
@@ -52,7 +54,10 @@ def doctor(
         Path | None, typer.Option(help="Keep the rehearsal's telemetry and incident here.")
     ] = None,
 ) -> None:
-    """Check this host: network interface, TCP, shared memory, torch, topology, emulation.
+    """Check this host: interfaces, TCP, shared memory, cores, NUMA, torch, topology, emulation.
+
+    Started on every rank of a job, by torchrun -m topo_ar doctor or srun, it looks at each host and
+    compares the versions of all ranks.
 
     With a topology, look for what is slow or odd in it. Every finding that asks for one has a
     remedy. Exits with 1 when something would keep a job from running.
@@ -60,6 +65,8 @@ def doctor(
     Example: topo-ar doctor
 
     Example: topo-ar doctor cluster.json
+
+    Example: torchrun --nproc-per-node 4 -m topo_ar doctor
 
     Example: topo-ar doctor --rehearse --out rehearsal
     """
@@ -71,16 +78,13 @@ def doctor(
         from topo_ar.cli.topology_source import load_topology
 
         findings = _topology(load_topology(topology))
+    elif is_launched():
+        found = job_findings(_this_host)
+        if found is None:
+            return
+        findings = found
     else:
-        findings = [
-            _interface(),
-            _congestion_control(),
-            _stores(),
-            _torch(),
-            *_nccl_settings(),
-            *_topology(_probed()),
-            _emulation(),
-        ]
+        findings = _this_host()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
@@ -88,6 +92,25 @@ def doctor(
             _print(finding)
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
         raise typer.Exit(1)
+
+
+def _this_host() -> list[Finding]:
+    return [
+        _interface(),
+        _congestion_control(),
+        _stores(),
+        _torch(),
+        *_settings(),
+        *_nccl_settings(),
+        *_topology(_probed()),
+        _emulation(),
+    ]
+
+
+def _settings() -> list[Finding]:
+    from topo_ar.integrations.model_checks import host_findings
+
+    return [Finding(x.about, Verdict.NOTE, x.text, x.remedy) for x in host_findings()]
 
 
 def _rehearsed(out: Path | None) -> list[Finding]:

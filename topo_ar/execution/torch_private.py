@@ -57,6 +57,11 @@ def skips_unused(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(ddp, "skip_all_reduce_unused_params", False))
 
 
+def watch_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook` with `parameter` whenever its gradient has been accumulated."""
+    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
 def in_backward() -> bool:
     """Tell whether autograd called, directly or not, on this thread."""
     return torch._C._current_graph_task_id() != -1

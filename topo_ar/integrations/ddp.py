@@ -30,6 +30,7 @@ from topo_ar.integrations.gradient_norm import GradNorm, NormMeter
 from topo_ar.integrations.handle import BaseHandle
 from topo_ar.integrations.hook import DDPHook
 from topo_ar.integrations.job_watch import JobWatch, watch_job
+from topo_ar.integrations.model_checks import ModelChecks, gathered_versions, host_findings
 from topo_ar.integrations.options import HookOptions
 from topo_ar.integrations.path_choice import PathChooser
 from topo_ar.integrations.replica_check import ReplicaCheck
@@ -44,6 +45,7 @@ from topo_ar.planning.policy import parse_policy
 from topo_ar.planning.training_plan import TrainingPlan
 from topo_ar.telemetry.incidents import Incident
 from topo_ar.telemetry.targets import Targets, targets_of
+from topo_ar.topology.findings import TopologyFinding
 from topo_ar.topology.model import Topology
 
 logger = logging.getLogger("topo_ar")
@@ -66,6 +68,11 @@ class Handle(BaseHandle):
         self._plan = plan
         self._norm: NormMeter | None = None
         self.telemetry: JobWatch | None = None
+        self._checks = ModelChecks(ddp)
+        self._versions = gathered_versions(communicator.gather)
+        for finding in self._versions if communicator.rank == 0 else ():
+            logger.warning("%s; %s", finding.text, finding.remedy)
+        hook.observers.members.append(self._checks)
         self._cap_mib = bucket_cap_mib(ddp)
         self._devices = sorted({p.device.type for p in ddp.parameters() if p.requires_grad})
 
@@ -131,6 +138,21 @@ class Handle(BaseHandle):
             logger.info("no advice on the bucket cap: %s", error)
             return
         logger.info("advice after %d steps: %s", self._recorder.num_steps, found.reason)
+
+    def doctor(self) -> list[TopologyFinding]:
+        """Return what keeps this job from running well, each with its remedy, as far as is known.
+
+        How the DDP is used, versions that differ between ranks, and this host's interfaces, cores,
+        shared memory and NUMA; on rank 0, with telemetry, late ranks and slow NICs as well.
+        """
+        last = self.telemetry.last if self.telemetry is not None else None
+        causes = last.causes if last is not None else ()
+        return [
+            *self._checks.findings,
+            *self._versions,
+            *host_findings(),
+            *(TopologyFinding(cause.about, cause.text, "") for cause in causes),
+        ]
 
     @property
     def incidents(self) -> list[Incident]:
