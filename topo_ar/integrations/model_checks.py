@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
     """Return the versions that all ranks of a job should have alike."""
     return {
         "topo_ar": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": _version_of("numpy"),
         "Python": platform.python_version(),
     }
