@@ -123,7 +123,7 @@ def _buckets(window: "Window") -> Any:
     table = Table(box=None, pad_edge=False)
     for name in ("bucket", "size"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("path", no_wrap=True, min_width=5)
+    table.add_column("path", overflow="fold")
     for name in ("queue", "wait", "transfer", "predicted", "off by", "busbw", "last"):
         table.add_column(name, justify="right", no_wrap=True)
     for bucket in window.buckets[:_MOST_ROWS]:

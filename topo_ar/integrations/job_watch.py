@@ -116,6 +116,8 @@ class JobWatch(Observer):
         self._sample: deque[_Step] = deque(maxlen=_MOST_SAMPLED)
         self._seconds: list[float] = []
         self._last_seconds = 0.0
+        self._num_windows = 0
+        self._least_cost = math.inf
         self._window_steps = _LEAST_STEPS
         self._first_step = 0
         self._exchange: WindowExchange | None = None
@@ -138,13 +140,7 @@ class JobWatch(Observer):
             probed = self._take_in(self._exchange)
             self._exchange = None
         if self.monitor is not None and self._step is not None and self._step.whole:
-            step_before = self._step
-            self.monitor.step_ended(
-                step_before.number,
-                step_before.seconds,
-                step_before.exposed_seconds,
-                sum(nbytes for _, nbytes, _, _ in step_before.buckets),
-            )
+            probed += self._hold_against_targets(self.monitor, self._step)
         if len(self._seconds) >= self._window_steps and self._sample:
             self._begin_exchange()
         self._step = _Step(step, now)
@@ -193,6 +189,13 @@ class JobWatch(Observer):
             self._sample.clear()
         self._sample.append(step)
 
+    def _hold_against_targets(self, monitor: "TargetMonitor", step: _Step) -> float:
+        """Let the monitor judge; return the seconds that acting took, mostly 0."""
+        begun, before = time.perf_counter(), len(monitor.incidents)
+        nbytes = sum(bucket[1] for bucket in step.buckets)
+        monitor.step_ended(step.number, step.seconds, step.exposed_seconds, nbytes)
+        return time.perf_counter() - begun if len(monitor.incidents) > before else 0.0
+
     def _begin_exchange(self) -> None:
         most = max(1, _MOST_STAMPS // len(self._sample[-1].calls))
         self._exchanged = steps = list(self._sample)[-most:]
@@ -218,7 +221,12 @@ class JobWatch(Observer):
     def _next_window_steps(self) -> int:
         """Return how many steps the next window has: as asked for, or what telemetry may cost."""
         step = median(self._seconds)
-        affordable = self._own.seconds / (_BUDGET * step) if step else 0.0
+        # A window pays for the record of the one before; the first record pays for what stays.
+        self._num_windows += 1
+        if self._num_windows > 2:
+            self._least_cost = min(self._least_cost, self._own.seconds)
+        known = self._least_cost < math.inf and step > 0
+        affordable = self._least_cost / (_BUDGET * step) if known else 0.0
         return max(steps_within(self._window_s, step, _LEAST_STEPS), math.ceil(affordable))
 
     def _take_in(self, exchange: WindowExchange) -> float:
