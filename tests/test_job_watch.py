@@ -18,6 +18,7 @@ from topo_ar.emulation.cluster import Cluster
 from topo_ar.emulation.launch import start
 from topo_ar.emulation.spec import ClusterSpec
 from topo_ar.errors import ConfigError
+from topo_ar.telemetry import job_windows
 from topo_ar.telemetry.job_windows import JobStart, RecordFile, Window, read_windows
 from topo_ar.telemetry.open_metrics import open_metrics
 
@@ -71,6 +72,13 @@ def test_clocks_of_hosts_may_differ_by_hours(ranks, tmp_path) -> None:
     assert os.listdir(tmp_path) == ["skewed.jsonl"]
 
 
+def test_one_rank_has_telemetry_too(ranks, tmp_path) -> None:
+    ranks.run(_watched, 1, tmp_path, -1, 12, [0])
+    windows = read_windows(tmp_path)[1]
+    assert windows[-1].ranks.last_share == (0.0,)
+    assert (windows[-1].nbytes_inside, windows[-1].causes) == (0, ())
+
+
 def _attach_fails(rank, world_size, path, tensorboard):
     ddp = paced(0.0)
     asked = topo_ar.Telemetry(path, tensorboard=tensorboard)
@@ -117,6 +125,9 @@ def test_records_are_bounded_and_come_back(tmp_path) -> None:
     assert again == start_record
     assert windows[-1].last_step == 199
     assert windows[-1] == window(last_step=199)
+    with patch.object(job_windows, "_TAIL_NBYTES", 20_000):
+        assert job_windows.read_last(tmp_path) == (start_record, windows[-1])
+    assert job_windows.read_last(tmp_path) == (start_record, windows[-1])
     with (tmp_path / "telemetry.jsonl").open("ab") as file_:
         file_.write(b'{"kind": "window", "uni')  # a line that is still being written
     assert read_windows(tmp_path)[1] == windows

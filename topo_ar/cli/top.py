@@ -47,13 +47,13 @@ def top(
 
 
 def _last(found: Path) -> "tuple[JobStart | None, Window | None]":
-    from topo_ar.telemetry.job_windows import read_windows
+    from topo_ar.telemetry.job_windows import read_last
 
-    start, windows = read_windows(found)
+    start, window = read_last(found)
     before = found.with_suffix(f".1{found.suffix}")
-    if not windows and before.is_file():  # the file has just been begun anew
-        windows = read_windows(before)[1]
-    return start, windows[-1] if windows else None
+    if window is None and before.is_file():  # the file has just been begun anew
+        window = read_last(before)[1]
+    return start, window
 
 
 def _print(start: "JobStart | None", window: "Window", found: Path, *, as_json: bool) -> None:

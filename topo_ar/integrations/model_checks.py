@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -54,7 +54,7 @@ class ModelChecks(Observer):
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
+        self._ddp: Callable[[], DistributedDataParallel | None] = weakref.ref(ddp)
         self._unhooked = 0
         self._found: list[TopologyFinding] = []
         ddp.register_forward_pre_hook(self._forward)
@@ -69,6 +69,10 @@ class ModelChecks(Observer):
     def findings(self) -> list[TopologyFinding]:
         """What was found so far."""
         return list(self._found)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Let a DDP be saved, whose hooks hold this; the copy observes nothing."""
+        return {"_ddp": _gone, "_unhooked": 0, "_found": []}
 
     def _synchronises(self) -> bool:
         ddp = self._ddp()
@@ -93,6 +97,10 @@ class ModelChecks(Observer):
         if finding not in self._found:
             self._found.append(finding)
             logger.warning("%s: %s; %s", finding.about, finding.text, finding.remedy)
+
+
+def _gone() -> None:
+    """Stand in for a reference to a DDP that is not there."""
 
 
 def versions() -> dict[str, str]:

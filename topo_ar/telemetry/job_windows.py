@@ -16,6 +16,8 @@ from topo_ar.errors import ConfigError
 SCHEMA_VERSION = 1
 RECORDS_NAME = "telemetry.jsonl"
 METRICS_NAME = "topo_ar.prom"
+# More than the longest line has.
+_TAIL_NBYTES = 2 << 20
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -296,6 +298,30 @@ def read_windows(path: str | os.PathLike[str]) -> tuple[JobStart | None, list[Wi
         raise ConfigError(f"cannot read {found}: {error.strerror}") from None
     starts = [each for each in records if isinstance(each, JobStart)]
     return (starts[-1] if starts else None), [e for e in records if isinstance(e, Window)]
+
+
+def read_last(path: str | os.PathLike[str]) -> tuple[JobStart | None, Window | None]:
+    """Return a job's first record and its last window, without reading all in between.
+
+    Raises
+    ------
+    ConfigError
+        As `read_windows`.
+    """
+    found = records_in(path)
+    try:
+        with found.open("rb") as file:
+            first = file.readline()
+            size = os.fstat(file.fileno()).st_size
+            if size - len(first) > _TAIL_NBYTES:
+                file.seek(size - _TAIL_NBYTES)
+                file.readline()  # the rest of a line
+            records = decode_lines([first, *file], str(found))
+    except OSError as error:
+        raise ConfigError(f"cannot read {found}: {error.strerror}") from None
+    start = next((each for each in records if isinstance(each, JobStart)), None)
+    windows = [each for each in records if isinstance(each, Window)]
+    return start, windows[-1] if windows else None
 
 
 def shares_of(counts: Mapping[int, int], total: int) -> tuple[int | None, float]:
