@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from topo_ar.errors import ConfigError
+from topo_ar.execution.plans import Plans
 from topo_ar.integrations.bucket import Bucket
 from topo_ar.integrations.observer import Observer
 from topo_ar.integrations.path_choice import UNDECIDED, PathChoice
@@ -31,6 +32,7 @@ from topo_ar.integrations.step_traffic import (
 from topo_ar.integrations.telemetry_files import TelemetryFiles
 from topo_ar.integrations.telemetry_options import Telemetry
 from topo_ar.integrations.window_exchange import WindowExchange
+from topo_ar.planning.plan import Plan
 from topo_ar.telemetry.arrivals import Offsets
 from topo_ar.telemetry.drift import steps_within
 from topo_ar.telemetry.job_windows import JobStart, Window
@@ -128,6 +130,8 @@ class JobWatch(Observer):
         self._links = SlowLinks(nic_rates_said(communicator), communicator.nodes)
         self._wants_rates = False
         self._bytes: dict[object, tuple[int, int]] = {}
+        self._planned_by: Plans | None = None
+        self._plans: dict[tuple[int, int, str], Plan] = {}
 
     def begin(self, step: int) -> None:
         """End the step before; at the end of a window exchange what was stamped. Collective."""
@@ -317,13 +321,24 @@ class JobWatch(Observer):
         name = str(dtype).removeprefix("torch.")
         if not nbytes:
             return BucketPlan(index, 0, name, "sparse", "", None)
-        plan = self._communicator.plan_for(nbytes, dtype.to_real().itemsize, device)
+        plan = self._plan(nbytes, dtype.to_real().itemsize, device)
         family: str = plan.family
         seconds: float | None = plan.predicted_seconds
         if path == str(Path.PLAIN):
             family, seconds = str(Path.PLAIN), flat_seconds(plan)
         known = path != UNDECIDED and not self._compression_reason
         return BucketPlan(index, nbytes, name, family, plan.hash, seconds if known else None)
+
+    def _plan(self, nbytes: int, itemsize: int, device: str) -> Plan:
+        """Return a plan, which takes milliseconds to make anew."""
+        planning, _ = self._communicator.planning
+        if planning is not self._planned_by:
+            self._planned_by = planning
+            self._plans.clear()
+        key = (nbytes, itemsize, device)
+        if key not in self._plans:
+            self._plans[key] = self._communicator.plan_for(nbytes, itemsize, device)
+        return self._plans[key]
 
     def _nbytes(self, buckets: tuple[BucketKey, ...], path: str) -> tuple[int, int]:
         """Return the bytes of a step by class of link, over all ranks."""
@@ -335,7 +350,7 @@ class JobWatch(Observer):
         if path == str(Path.PLAIN):
             return ring_bytes(self._communicator.nodes, nbytes)
         itemsize = dtype.to_real().itemsize
-        plan = self._communicator.plan_for(nbytes, itemsize, device)
+        plan = self._plan(nbytes, itemsize, device)
         key = (plan.hash, itemsize)
         if key not in self._bytes:
             self._bytes[key] = planned_bytes(plan, itemsize)
