@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 import topo_ar.integrations.horovod as hvd
+from experiments.workloads.resnet import ResNet, gratings, shuffled_batches
+from tests.jobs import blocks
 from tests.ranks import tell
 from tests.test_ddp import HOSTS, _gradients, _model, _on_hosts
 from topo_ar.errors import ExecutionError
@@ -33,7 +35,7 @@ def run(ranks):
 
 
 def _inside(rank, world_size, function, args):
-    _on_hosts(rank, HOSTS)
+    _on_hosts(rank, blocks(2, world_size // 2))
     hvd.init(timeout_s=15)
     try:
         return function(rank, world_size, *args)
@@ -199,6 +201,21 @@ def test_misuse_raises_on_all_ranks_and_the_job_goes_on(run) -> None:
     assert run(_misuses, 4) == [1.5] * 4
 
 
+def _never_asks(rank, size):
+    _on_hosts(rank, HOSTS)
+    hvd.init(timeout_s=2)
+    with pytest.raises(
+        ExecutionError, match=r"waits for ranks \[.*\], which have not asked"
+    ) as why:
+        hvd.allreduce(torch.ones(1), name="odd" if rank % 2 else "even")
+    hvd.shutdown()
+    return why.value.ranks
+
+
+def test_ranks_that_wait_for_different_things_fail_in_time(ranks) -> None:
+    assert ranks.run(_never_asks, 4) == [(1, 3), (0, 2), (1, 3), (0, 2)]
+
+
 def _process_sets(rank, size):
     even, odd = hvd.add_process_set([0, 2]), hvd.add_process_set(hvd.ProcessSet([1, 3]))
     mine, other = (odd, even) if rank % 2 else (even, odd)
@@ -296,6 +313,37 @@ def test_integer_gradients_are_bit_equal_to_ddp(run) -> None:
     assert run(_integer_gradients, 4) == [True] * 4
 
 
+def _resnets(rank, size):
+    """Train by the shim, by DDP, and by DDP whose ranks take each other's images."""
+    images, found = gratings(4 * size * 12, seed=0), {}
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
+    for name, shard in (("shim", rank), ("ddp", rank), ("permuted", order[rank])):
+        torch.manual_seed(0)
+        module = ResNet(8)
+        model = module if name == "shim" else DistributedDataParallel(module)
+        optimizer = torch.optim.SGD(module.parameters(), 0.01, 0.9)
+        if name == "shim":
+            hvd.broadcast_parameters(module.state_dict(), 0)
+            optimizer = hvd.DistributedOptimizer(optimizer, module.named_parameters())
+        for numbers in shuffled_batches(len(images), 4 * size, 0) * 2:
+            batch = images.take(numbers.chunk(size)[shard])
+            optimizer.zero_grad()
+            functional.cross_entropy(model(batch.images), batch.labels).backward()
+            optimizer.step()
+        found[name] = torch.cat([p.detach().double().flatten() for p in module.parameters()])
+    shim, ddp, permuted = found["shim"], found["ddp"], found["permuted"]
+    return float((shim - ddp).norm()), float((permuted - ddp).norm()), shim.sum().item()
+
+
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_resnet_in_fp32_is_as_near_to_ddp_as_ddp_in_another_rank_order(run, size) -> None:
+    found = run(_resnets, size)
+    assert len({each for *_, each in found}) == 1
+    for distance, by_order, _ in found:
+        assert by_order > 0
+        assert distance <= 2 * by_order
+
+
 def _accumulates(rank, size):
     """Passes add up, as they do for DDP under no_sync, and a loss of half is an average of two."""
     plain, ours = _model(torch.float64), _model(torch.float64)
@@ -375,6 +423,23 @@ def _gradient_rules(rank, size):
     with pytest.warns(UserWarning, match="skip_synchronize"):
         optimizer.step()
     loss = optimizer.step(lambda: _closure(model, optimizer, x))
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert len(calls) == 1
+    body, head = _model(), nn.Linear(8, 2)
+    late = hvd.DistributedOptimizer(torch.optim.SGD(body.parameters(), 0.1))
+    late.add_param_group({"params": list(head.parameters())})
+    head(body(x)).sum().backward()
+    with pytest.raises(
+        ValueError, match=r"added, .* of shapes \[\(2, 8\), \(2,\)\]; make it again"
+    ):
+        late.step()
+    again = hvd.DistributedOptimizer(torch.optim.SGD([*body.parameters(), *head.parameters()], 0.1))
+    head(body(x)).sum().backward()
+    again.step()
+    assert _same_everywhere(body)
     for wrong, message in (
         ({"named_parameters": [("a", p) for p in model.parameters()]}, "names twice: a"),
         ({"named_parameters": list(model.named_parameters())[1:]}, r"does not name 1 .*\(64, 32\)"),
@@ -441,6 +506,33 @@ def test_casts_round_and_ranks_stay_equal(run, name, limit) -> None:
     for distance, same in run(_compressed, 4, name):
         assert 0 < distance < limit
         assert same
+
+
+def _by_codec(rank, size, text):
+    torch.manual_seed(0)
+    codec = hvd.Compression.codec(text)
+    found = []
+    for compression in (codec, hvd.Compression.none):
+        model = _model()
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression)
+        _train(model, optimizer, rank, 40)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    same = _same_everywhere(model)
+    coded, exact = found
+    return same, float((coded - exact).norm() / (exact - before).norm()), coded.sum().item()
+
+
+@pytest.mark.parametrize(
+    "text", ["int8", pytest.param("topk:0.1", marks=pytest.mark.slow), "powersgd:2"]
+)
+def test_codecs_train_nearly_as_without(run, text) -> None:
+    found = run(_by_codec, 4, text)
+    assert len({each for *_, each in found}) == 1
+    for same, distance, _ in found:
+        assert same
+        assert 0 < distance < 0.2
 
 
 def _states(rank, size):

@@ -224,6 +224,11 @@ def uncompiled(function: _F) -> _F:
     return function
 
 
+def mark_hooked(step: Callable[..., Any]) -> None:
+    """Let optimizers not put their hooks around a ``step`` that calls another, which has them."""
+    step.hooked = True  # type: ignore[attr-defined]
+
+
 def factor_of(op: "dist.ReduceOp") -> Any:
     """Return the number or tensor that PREMUL_SUM multiplies by."""
     state: Any = op.__getstate__()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,6 +38,17 @@ OuterOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 # The outer optimizer and its rates of the DiLoCo paper.
 NESTEROV: OuterOptimizer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class AveragingOptions(TypedDict, total=False):
+    """What `DiLoCo` hands on to `LocalSGD`."""
+
+    delay: int
+    warmup_steps: int
+    compression: str | Mapping[str, str]
+    plan: str | Plan
+    topology: Topology | None
+    timeout_s: float
 
 
 # By the default group: torch cannot make a group of the same few ranks twice.
@@ -113,7 +124,8 @@ class LocalSGD:
     after each exchange (with `delay`: after `synchronize`). Optimizer states stay where they are.
 
     It is collective over the ranks of `ddp`, which must step equally often. Floating-point buffers,
-    such as the statistics of batch norms, are averaged with the parameters and not broadcast.
+    such as the statistics of batch norms, are averaged with the parameters and not broadcast. With
+    ``find_unused_parameters=True`` DDP itself still exchanges which were used, in every step.
 
     Parameters
     ----------
@@ -407,7 +419,7 @@ class DiLoCo(LocalSGD):
         *,
         sync_every: int = 64,
         outer_optimizer: OuterOptimizer = NESTEROV,
-        **options: Any,
+        **options: Unpack[AveragingOptions],
     ) -> None:
         super().__init__(ddp, optimizer, sync_every=sync_every, **options)
         for part in self._parts:

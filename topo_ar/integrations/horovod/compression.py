@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from topo_ar.planning.codecs import parse_codec
+
 
 class Compressor:
     """Two functions; a class with others of its own may be given as ``compression=``."""
@@ -49,13 +51,37 @@ def _cast(dtype: torch.dtype, name: str) -> type[Compressor]:
     return Cast
 
 
+class Codec(NoneCompressor):
+    """Gradients compressed between nodes only, with error feedback; for `DistributedOptimizer`."""
+
+    codec = ""
+
+
 class Compression:
     """The choices for ``compression=``.
 
-    ``fp16`` and ``bf16`` round before anything is added, on all ways. The codecs that compress
-    between nodes only, with error feedback, are options of `topo_ar.attach`.
+    ``fp16`` and ``bf16`` round before anything is added, on all ways.
     """
 
     none = NoneCompressor
     fp16 = _cast(torch.float16, "FP16Compressor")
     bf16 = _cast(torch.bfloat16, "BF16Compressor")
+
+    @staticmethod
+    def codec(text: str) -> type[Codec]:
+        """Return a codec of topo_ar, such as ``int8``, ``topk:0.01`` or ``powersgd:4``.
+
+        What it loses goes into later steps. That is not part of a checkpoint.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such codec.
+        """
+        parse_codec(text)
+        return type("Codec", (Codec,), {"codec": text})
+
+
+def codec_of(compression: object) -> str:
+    """Return the codec that a choice stands for; empty for those that change tensors."""
+    return str(getattr(compression, "codec", ""))

@@ -1,6 +1,6 @@
 """One thread per process set that does what all of its ranks have asked for, in one order."""
 
-import logging
+import itertools
 import os
 import threading
 from collections import Counter
@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from topo_ar.errors import ExecutionError
 from topo_ar.integrations.horovod.negotiation import Due, Negotiation, Signature, batches
 from topo_ar.integrations.horovod.requests import Handle, Request
 from topo_ar.integrations.horovod.work import DTYPES, perform
 from topo_ar.torch_backend import NAME
-
-logger = logging.getLogger("topo_ar")
 
 # The names and defaults of Horovod's own settings.
 _THRESHOLD_ENV, _THRESHOLD_NBYTES = "HOROVOD_FUSION_THRESHOLD", 128 << 20
@@ -47,6 +46,10 @@ class Engine:
     ----------
     group : ProcessGroup
         In which tensors travel.
+    timeout_s : float
+        The timeout in seconds.
+    numbers : iterator of int
+        Numbers the optimizers of the process set, alike on its ranks.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta | None = None) -> None:
@@ -55,6 +58,8 @@ class Engine:
         self.group = dist.new_group(list(ranks), timeout, backend=NAME)
         self._threshold = int(os.environ.get(_THRESHOLD_ENV, _THRESHOLD_NBYTES))
         self._cycle_s = float(os.environ.get(_CYCLE_ENV, _CYCLE_MS)) / 1000
+        self.timeout_s = (timeout or default_pg_timeout).total_seconds()
+        self.numbers = itertools.count()
         self._changed = threading.Condition()
         self._new: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -86,6 +91,7 @@ class Engine:
         signature: Signature,
         tensors: list[torch.Tensor],
         result: Callable[[Any], Any] | None = None,
+        work: Callable[[dist.ProcessGroup], "torch.futures.Future[torch.Tensor]"] | None = None,
     ) -> Handle:
         """Ask for something; see `Request`.
 
@@ -97,7 +103,7 @@ class Engine:
             If the engine has failed or is closed.
         """
         name = signature.name
-        request = Request(signature, tensors, Handle(name, self._count_waiting), result)
+        request = Request(signature, tensors, Handle(name, self), result, work)
         with self._changed:
             self._check()
             if name in self._requests:
@@ -111,17 +117,21 @@ class Engine:
             self._changed.notify_all()
         return request.handle
 
-    def _count_waiting(self, change: int) -> None:
+    def count_waiting(self, change: int) -> None:
         """Know that somebody waits: the thread then does not wait for more to come."""
         with self._changed:
             self._num_waiting += change
             self._changed.notify_all()
 
+    def missing(self, name: str) -> list[int]:
+        """Return the ranks that have not asked for something yet, as far as is known."""
+        return [self.ranks[index] for index in self._negotiation.missing(name)]
+
     def join(self) -> int:
         """Take part in what the others do until all ranks join; return the last one's index."""
         with self._changed:
             self._check()
-            self._join = handle = Handle("join", self._count_waiting)
+            self._join = handle = Handle("join")
             self._start()
             self._changed.notify_all()
         return int(handle.wait())
@@ -202,17 +212,21 @@ class Engine:
         self._due += self._negotiation.hear(self._exchange(message))
         last = self._negotiation.last_joined
         if last is not None or self._launched - self._negotiation.completed < _MAX_BATCHES:
-            due, self._due = self._due, []
-            for each in due:
-                if each.problem:
-                    request = self._take(each)
-                    if request is not None:
-                        request.handle.fail(ValueError(each.problem))
-            possible = (each for each in due if not each.problem)
+            taken, self._due = self._due, []
+            for impossible in (each for each in taken if each.problem):
+                request = self._take(impossible)
+                if request is not None:
+                    request.handle.fail(ValueError(impossible.problem))
+            possible = (each for each in taken if not each.problem)
             for batch in batches(possible, self._threshold, DTYPES):
                 self._launched += 1
-                requests = [self._take(each) for each in batch]
-                perform(batch, requests, self.group, self._index, self._complete)
+                requests = [self._take(due) for due in batch]
+                try:
+                    perform(batch, requests, self.group, self._index, self._complete)
+                except BaseException as error:
+                    for each in filter(None, requests):
+                        each.handle.fail(error)
+                    raise
         if last is not None:
             with self._changed:
                 handle, self._join = self._join, None

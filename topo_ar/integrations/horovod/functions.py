@@ -73,16 +73,6 @@ def broadcast_object(
     return obj if at_root else _unpickled(data)
 
 
-def broadcast_object_fn(
-    root_rank: int = 0,
-    session: None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Return a function that broadcasts the object that it is called with."""
-    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
-
-
 def allgather_object(
     obj: Any,
     name: str | None = None,

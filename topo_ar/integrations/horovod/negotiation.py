@@ -23,7 +23,8 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     Attributes
     ----------
     kind : str
-        ``allreduce``, ``sparse``, ``allgather``, ``broadcast``, ``alltoall`` or ``barrier``.
+        ``allreduce``, ``codec``, ``sparse``, ``allgather``, ``broadcast``, ``alltoall`` or
+        ``barrier``.
     name : str
         By which the ranks' requests find each other.
     dtype, device : str
@@ -31,7 +32,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     shapes : tuple
         The shape of each tensor; a sparse one's dense shape.
     op : str
-        Of an all-reduce; the rank that sends, of a broadcast.
+        Of an all-reduce, the rank that sends a broadcast, or a codec.
     factors : tuple of float
         By which an all-reduce multiplies before and after.
     splits : tuple of int
@@ -185,9 +186,9 @@ class Negotiation:
         return due
 
     def missing(self, name: str) -> list[int]:
-        """Return the ranks that have not asked for what others wait for."""
-        known = self._waiting.get(name, {})
-        return [rank for rank in range(self.world_size) if rank not in known]
+        """Return the ranks that have neither asked for what others wait for nor joined."""
+        there = self._waiting.get(name, {}).keys() | set(self._joined)
+        return [rank for rank in range(self.world_size) if rank not in there]
 
     def _problem(self, name: str, signatures: dict[int, Signature]) -> str:
         by_rank = sorted(signatures.items())

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from topo_ar.integrations.horovod.compression import Compression, Compressor
 from topo_ar.integrations.horovod.job import ProcessSet, global_process_set
@@ -51,7 +52,7 @@ def chosen_op(op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
     return ReduceOp(op)
 
 
-def _submit(
+def submit(
     kind: str,
     tensors: Tensors,
     name: str | None,
@@ -62,7 +63,9 @@ def _submit(
     splits: Sequence[int] = (),
     result: Callable[[Any], Any] | None = None,
     repeats: bool = False,
+    work: "Callable[[dist.ProcessGroup], torch.futures.Future[torch.Tensor]] | None" = None,
 ) -> Handle:
+    """Ask for something; see `Signature` and `Request`."""
     engine = process_set.engine
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         raise ValueError(f"tensors of a grouped {kind} must have one dtype and be on one device")
@@ -80,7 +83,7 @@ def _submit(
         tuple(splits),
         repeats,
     )
-    return engine.submit(signature, [tensor.detach() for tensor in tensors], result)
+    return engine.submit(signature, [tensor.detach() for tensor in tensors], result, work)
 
 
 def synchronize(handle: Handle | Sequence[Handle]) -> Any:
@@ -119,7 +122,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Begin to reduce several tensors in place, at once; see `allreduce`."""
     originals = list(tensors)
-    return _submit(
+    return submit(
         "allreduce",
         originals,
         name,
@@ -157,7 +160,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin to reduce a tensor in place; see `allreduce`."""
-    return _submit(
+    return submit(
         "allreduce",
         [tensor],
         name,
@@ -310,7 +313,7 @@ def sparse_allreduce_async(
     """Begin to sum or average a sparse COO tensor; its result is a new one."""
     if op not in (Average, Sum):
         raise ValueError(f"sparse tensors can be summed and averaged, not reduced by {op}")
-    return _submit("sparse", [tensor], name, process_set, op=op, repeats=repeats)
+    return submit("sparse", [tensor], name, process_set, op=op, repeats=repeats)
 
 
 # Reduce-scatter.
@@ -332,7 +335,7 @@ def reducescatter_async(
     begin = rows * place + min(place, more)
     end = begin + rows + (place < more)
     copy = _copy(tensor)
-    return _submit(
+    return submit(
         "allreduce",
         [copy],
         None if name is None else f"reducescatter.{name}",
@@ -406,7 +409,7 @@ def allgather_async(
 ) -> Handle:
     """Begin to gather the rows of all ranks; see `allgather`."""
     rows = _copy(tensor) if tensor.dim() else _copy(tensor).reshape(1)
-    return _submit("allgather", [rows], name, process_set)
+    return submit("allgather", [rows], name, process_set)
 
 
 class _AllGather(torch.autograd.Function):
@@ -471,7 +474,7 @@ def broadcast_async_(
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank={root_rank} is not in {process_set}")
     op = str(root_rank)
-    return _submit("broadcast", [tensor], name, process_set, op=op, result=lambda _: tensor)
+    return submit("broadcast", [tensor], name, process_set, op=op, result=lambda _: tensor)
 
 
 def broadcast_async(
@@ -540,7 +543,7 @@ def alltoall_async(
         if len(counts) != size or sum(counts) != rows or min(counts) < 0:
             raise ValueError(f"splits {counts} do not deal out {rows} rows to {size} ranks")
     keeps_splits = splits is not None
-    return _submit(
+    return submit(
         "alltoall",
         [_copy(tensor)],
         name,
@@ -601,7 +604,7 @@ def alltoall(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when all ranks have come here."""
-    synchronize(_submit("barrier", [torch.empty(0)], None, process_set))
+    synchronize(submit("barrier", [torch.empty(0)], None, process_set))
 
 
 def join(device: int = -1) -> int:

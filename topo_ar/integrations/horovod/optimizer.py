@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from topo_ar.integrations.horovod.compression import Compression, Compressor
+from topo_ar.execution.torch_private import mark_hooked
+from topo_ar.integrations.horovod.codec import CodecReducer
+from topo_ar.integrations.horovod.compression import Compression, Compressor, codec_of
 from topo_ar.integrations.horovod.job import ProcessSet, global_process_set
 from topo_ar.integrations.horovod.operations import (
     Average,
@@ -20,7 +23,9 @@ from topo_ar.integrations.horovod.operations import (
 )
 from topo_ar.integrations.horovod.requests import Handle
 
-_numbers = itertools.count()
+_hooks = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+# Of gradients that a codec takes at once: as much as DDP has in a bucket.
+_BUCKET_NBYTES = 25 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -56,20 +61,27 @@ class GradientReducer:
         self._op = op
         self._factors = (1 / predivide, predivide)
         self._sparse_as_dense = sparse_as_dense
+        self._groups = optimizer.param_groups
         self._process_set = process_set
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names = _names(parameters, named_parameters)
-        self._units = _units(
-            [p for p in parameters if p.requires_grad], names, groups, next(_numbers)
-        )
+        trained = [p for p in parameters if p.requires_grad]
+        codec = codec_of(compression)
+        if codec and groups is None:
+            groups = _buckets(trained)
+        self._units = _units(trained, names, groups, next(process_set.engine.numbers))
+        self._codec: CodecReducer | None = None
+        if codec:
+            named = [{names[p]: p for p in unit.parameters} for unit in self._units]
+            self._codec = CodecReducer(named, codec, process_set)
         self._unit_of = {p: unit for unit in self._units for p in unit.parameters}
         self._left = dict.fromkeys(self._unit_of, passes)
         self._alone = process_set.size() == 1
         if not self._alone:
             for parameter in self._unit_of:
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._ready
-                )
+                if parameter in _hooks:  # the last one that was made reduces
+                    _hooks.pop(parameter).remove()
+                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._ready)
 
     @property
     def begun(self) -> bool:
@@ -91,7 +103,13 @@ class GradientReducer:
         if self._left[parameter] == 0:
             unit = self._unit_of[parameter]
             unit.num_ready += 1
-            if unit.num_ready == len(unit.parameters):
+            if self._codec is not None:  # its buckets go in their order
+                for each in self._units:
+                    if each.num_ready < len(each.parameters):
+                        break
+                    if each.handle is None:
+                        self._reduce(each)
+            elif unit.num_ready == len(unit.parameters):
                 self._reduce(unit)
 
     def _reduce(self, unit: _Unit) -> None:
@@ -109,6 +127,11 @@ class GradientReducer:
                 gradients[0], unit.name, self._op, self._process_set, repeats=True
             )
             return
+        if self._codec is not None:
+            unit.contexts = [None] * len(gradients)
+            number = self._units.index(unit)
+            unit.handle = self._codec.reduce(number, unit.name, gradients)
+            return
         small, contexts = zip(*map(self._compression.compress, gradients), strict=True)
         unit.contexts = list(contexts)
         unit.handle = grouped_allreduce_async_(
@@ -120,6 +143,13 @@ class GradientReducer:
         self.synchronized = True
         if self._alone:
             return
+        later = [p for group in self._groups for p in group["params"] if p not in self._unit_of]
+        if any(p.requires_grad and p.grad is not None for p in later):
+            raise ValueError(
+                "parameters that were added, or began to be trained, after DistributedOptimizer "
+                "was made would not be reduced, of shapes "
+                f"{[tuple(p.shape) for p in later][:5]}; make it again"
+            )
         try:
             for unit in self._units:
                 if unit.handle is None:
@@ -190,6 +220,8 @@ class DistributedMethods:
         finally:
             reducer.synchronized = False
 
+    mark_hooked(step)
+
     def zero_grad(self, *args: Any, **named: Any) -> None:
         """Reset the gradients.
 
@@ -253,6 +285,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step} is not positive")
+    if op != Average and codec_of(compression):
+        raise ValueError("codecs are for op=hvd.Average")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
     if isinstance(compression, type) and not issubclass(compression, Compressor):
@@ -301,6 +335,20 @@ def _names(
             f"named_parameters does not name {len(missing)} of the optimizer's parameters, of "
             f"shapes {missing[:5]}; give those of the whole model"
         )
+    return found
+
+
+def _buckets(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the parameters of one dtype at a time, last ones first, in buckets of some size."""
+    found: list[list[torch.Tensor]] = []
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        room = -1
+        for parameter in reversed([p for p in parameters if p.dtype == dtype]):
+            if parameter.nbytes > room:
+                found.append([])
+                room = _BUCKET_NBYTES
+            found[-1].append(parameter)
+            room -= parameter.nbytes
     return found
 
 

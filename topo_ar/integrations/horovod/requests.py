@@ -2,12 +2,15 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from topo_ar.errors import ExecutionError
 from topo_ar.integrations.horovod.negotiation import Signature
 
 logger = logging.getLogger("topo_ar")
@@ -33,12 +36,38 @@ class Fence:
                 tensor.record_stream(stream)
 
 
-class Handle:
-    """What an asynchronous operation returns; see `synchronize` and `poll`."""
+class Waiter(Protocol):
+    """Who wants to know of those that wait.
 
-    def __init__(self, name: str, count_waiting: Callable[[int], None]) -> None:
+    Attributes
+    ----------
+    timeout_s : float
+        How long a request waits for other ranks to make it too.
+    """
+
+    timeout_s: float
+
+    def count_waiting(self, change: int) -> None:
+        """Take note that one more waits, or one less."""
+
+    def missing(self, name: str) -> list[int]:
+        """Return the ranks that have not asked for something yet, as far as is known."""
+
+
+class Handle:
+    """What an asynchronous operation returns; see `synchronize` and `poll`.
+
+    Parameters
+    ----------
+    name : str
+        What it is called in errors.
+    waiter : Waiter, optional
+        Without one it waits for as long as it takes.
+    """
+
+    def __init__(self, name: str, waiter: Waiter | None = None) -> None:
         self.name = name
-        self._count_waiting = count_waiting
+        self._waiter = waiter
         self._launched = threading.Event()
         self._finish: Callable[[], Any] = lambda: None
         self._is_done: Callable[[], bool] = lambda: True
@@ -66,20 +95,28 @@ class Handle:
         ValueError
             If ranks asked for different things, or for something that cannot be.
         ExecutionError
-            If a rank failed.
+            If a rank failed, or asked for nothing of that name in time.
         """
-        if not self._launched.is_set():
-            self._count_waiting(1)
-            while not self._launched.wait(_STALL_S):
-                logger.warning(
-                    "%r is not under way after another %g s: not all ranks have asked for it yet",
-                    self.name,
-                    _STALL_S,
-                )
-            self._count_waiting(-1)
+        if self._waiter is None:
+            self._launched.wait()
+        elif not self._launched.is_set():
+            self._waiter.count_waiting(1)
+            try:
+                self._await_launch(self._waiter)
+            finally:
+                self._waiter.count_waiting(-1)
         if self._error is not None:
             raise self._error
         return self._finish()
+
+    def _await_launch(self, waiter: Waiter) -> None:
+        end = time.monotonic() + waiter.timeout_s
+        while not self._launched.wait(max(0.0, min(_STALL_S, end - time.monotonic()))):
+            missing = waiter.missing(self.name)
+            text = f"{self.name!r} waits for ranks {missing}, which have not asked for it"
+            if time.monotonic() >= end:
+                raise ExecutionError(f"{text} in {waiter.timeout_s:g} s", ranks=missing)
+            logger.warning("%s", text)
 
 
 @dataclass(slots=True)
@@ -90,12 +127,15 @@ class Request:
     ----------
     result : callable or None
         What the handle returns, of the output; the tensors themselves, or the one, if None.
+    work : callable or None
+        What is to be done in the group when all ranks have asked for it; its future has the output.
     """
 
     signature: Signature
     tensors: list[torch.Tensor]
     handle: Handle
     result: Callable[[Any], Any] | None = None
+    work: Callable[[dist.ProcessGroup], "torch.futures.Future[torch.Tensor]"] | None = None
     fence: Fence = field(init=False)
 
     def __post_init__(self) -> None:

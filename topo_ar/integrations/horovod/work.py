@@ -90,10 +90,19 @@ def _perform(
         _broadcast(batch, requests, group)
     else:
         (due,), (request,) = batch, requests
+        if request is not None and request.work is not None:
+            future = request.work(group)
+            request.handle.launch(partial(_given, request, future), future.done)
+            future.add_done_callback(lambda _: on_complete())
+            return
         output = _SINGLE[kind](due, request, group, index)
         if request is not None:
             _launch(request, output)
     on_complete()
+
+
+def _given(request: Request, future: "torch.futures.Future[torch.Tensor]") -> Any:
+    return request.give(future.wait())
 
 
 def _launch(request: Request, output: Any = None) -> None:
