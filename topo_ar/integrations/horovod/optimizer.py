@@ -23,7 +23,7 @@ from topo_ar.integrations.horovod.operations import (
 )
 from topo_ar.integrations.horovod.requests import Handle
 
-_hooks = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+_hooks: Any = WeakTensorKeyDictionary()
 # Of gradients that a codec takes at once: as much as DDP has in a bucket.
 _BUCKET_NBYTES = 25 << 20
 
@@ -81,7 +81,8 @@ class GradientReducer:
             for parameter in self._unit_of:
                 if parameter in _hooks:  # the last one that was made reduces
                     _hooks.pop(parameter).remove()
-                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._ready)
+                hooked: Any = parameter
+                _hooks[parameter] = hooked.register_post_accumulate_grad_hook(self._ready)
 
     @property
     def begun(self) -> bool:
