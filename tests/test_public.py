@@ -98,6 +98,7 @@ def _private_names(rank: int, world_size: int) -> tuple[int, bool, bool, float |
     assert torch_private.factor_of(dist._make_nccl_premul_sum(0.5)) == 0.5
     assert torch_private.default_store("here").clone() is not None
     assert torch_private.debugs_in_detail() is False
+    torch.optim.SGD(model.parameters())
     assert torch.optim.SGD.step.hooked is True  # what mark_hooked sets
     return (
         torch_private.registered_hooks(model),
