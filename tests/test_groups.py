@@ -204,6 +204,7 @@ def _forever(rank: int, world_size: int, hosts: list[int], timeout_s: float) -> 
         try:
             made.run(torch.empty(0), work, 0).wait()
         except ExecutionError as error:
+            tell("raised")
             return {"text": str(error), "ranks": error.ranks, "at": time.monotonic()}
     return {}
 
@@ -215,7 +216,7 @@ def test_survivors_of_a_killed_member_raise_and_name_it(ranks, hosts, victim) ->
     killed = []
 
     def on_message(run, rank, message) -> None:
-        if rank == victim:
+        if rank == victim and not killed:
             run.kill(victim)
             killed.append(time.monotonic())
 
@@ -232,16 +233,22 @@ def test_survivors_of_a_killed_member_raise_and_name_it(ranks, hosts, victim) ->
 
 @pytest.mark.parametrize("hosts", [blocks(2, 2), [0, 1, 2]], ids=str)
 def test_a_stopped_member_is_named_when_the_deadline_passes(ranks, hosts) -> None:
+    raised = []
+
     def on_message(run, rank, message) -> None:
-        if rank == 1:
+        if message == "raised":
+            raised.append(rank)
+            if len(raised) == len(hosts) - 1:
+                run.kill(1)  # nothing else ends it, and the test with it
+        elif rank == 1:
             run.kill(1, signal.SIGSTOP)
 
     size = len(hosts)
-    outcomes = ranks.fresh(_forever, size, hosts, 1.5, deadline_s=4.5, on_message=on_message)
+    outcomes = ranks.fresh(_forever, size, hosts, 2.0, deadline_s=30.0, on_message=on_message)
     for outcome in outcomes:
         if outcome.rank != 1:
             assert outcome.exitcode == 0, outcome.error
-            assert "nothing moved for 1.5 s" in outcome.result["text"]
+            assert "nothing moved for 2 s" in outcome.result["text"]
             assert 1 in outcome.result["ranks"]
 
 
