@@ -269,3 +269,37 @@ def _repeated_interface(rank: int, world_size: int) -> float:
 
 def test_a_repeated_interface_stays_legal(ranks) -> None:
     assert ranks.run(_repeated_interface, 2) == [0.5, 0.5]
+
+
+def _given_another_group(rank: int, world_size: int) -> list[str]:
+    """Elastic training gives a DDP the group of those that are left."""
+    _on_hosts(rank, HOSTS)
+    left = dist.new_group([0, 1, 2])
+    model = DistributedDataParallel(_model())
+    texts = []
+    with topo_ar.attach(model, timeout_s=20.0) as handle:
+        _train(model, rank, 2, integers=False)
+        if rank < 3:
+            model._update_process_group(left)
+            for _ in range(2):
+                try:
+                    _train(model, rank, 1, integers=False)
+                except RuntimeError as error:
+                    texts.append(str(error))
+            texts.append(type(handle.error).__name__)
+    if rank < 3:
+        anew = DistributedDataParallel(_model(), process_group=left)
+        with topo_ar.attach(anew, timeout_s=20.0) as handle:
+            _train(anew, rank, 2, integers=False)
+            texts.append(str(handle.communicator.world_size))
+    return texts
+
+
+def test_a_ddp_that_was_given_another_group_is_refused_and_a_new_one_works(ranks) -> None:
+    found = ranks.run(_given_another_group, 4)
+    for texts in found[:3]:
+        *refused, kind, size = texts
+        assert len(refused) == 2
+        assert all("build a new DistributedDataParallel over the new group" in t for t in refused)
+        assert (kind, size) == ("ConfigError", "3")
+    assert found[3] == []

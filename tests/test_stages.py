@@ -145,7 +145,9 @@ def _through_host(rank: int, world_size: int) -> int:
                     pairs.append(
                         (
                             step,
-                            made._all_reduce_on_host(tensor, dist.ReduceOp.SUM, None, plain=False),
+                            made._device_calls.reduce_on_host(
+                                tensor, dist.ReduceOp.SUM, None, plain=False
+                            ),
                         )
                     )
             expected = [60.0 * 6 + 4 * step for step, _ in pairs]
@@ -174,7 +176,7 @@ def _lost_copy(rank: int, world_size: int) -> tuple[float, list[str]]:
     try:
         with Communicator(timeout_s=20.0, plan="hierarchical") as made:
             begin = time.monotonic()
-            future = made._all_reduce_on_host(
+            future = made._device_calls.reduce_on_host(
                 torch.ones(1000), dist.ReduceOp.SUM, lambda: told.append("done"), plain=False
             )
             with pytest.raises(ExecutionError, match="illegal memory access") as caught:

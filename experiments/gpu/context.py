@@ -29,7 +29,7 @@ class _Rehearsed(Communicator):
     ) -> "torch.futures.Future[torch.Tensor]":
         if tensor.numel() == 0 or self.world_size == 1:
             return super().all_reduce(tensor, op, on_done, plain=plain, name=name)
-        return self._all_reduce_on_host(tensor, op, on_done, plain=plain)
+        return self._device_calls.reduce_on_host(tensor, op, on_done, plain=plain)
 
 
 class LeftOutError(Exception):

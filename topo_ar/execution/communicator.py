@@ -3,8 +3,6 @@
 ``Communicator(group).all_reduce(tensor)`` is what the DDP hook and `topo_ar.all_reduce` call.
 """
 
-import math
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,38 +21,34 @@ from topo_ar.execution.agreement import (
     debug_wanted,
     tensor_facts,
 )
-from topo_ar.execution.arguments import check, is_plain_memory
+from topo_ar.execution.arguments import check
 from topo_ar.execution.bootstrap import Bootstrap
+from topo_ar.execution.calls import Calls
+from topo_ar.execution.device_calls import DeviceCalls
 from topo_ar.execution.discover import discover_job
-from topo_ar.execution.entrance import Entrance
-from topo_ar.execution.flight import Collective, Span
-from topo_ar.execution.host_copies import HostCopies
+from topo_ar.execution.flight import Span
 from topo_ar.execution.job import Job
-from topo_ar.execution.kernels import CODES, Kernel
-from topo_ar.execution.line import Line
 from topo_ar.execution.loop import Loop
 from topo_ar.execution.measure import measure_levels
 from topo_ar.execution.nccl_path import NcclPath
 from topo_ar.execution.node_group import NodeGroup
-from topo_ar.execution.options import require_equal
+from topo_ar.execution.options import check_options, require_equal
 from topo_ar.execution.pipeline import Pipeline
 from topo_ar.execution.plain import reduce_plainly
-from topo_ar.execution.plans import MODES, Plans, Prepared
+from topo_ar.execution.plans import Plans
 from topo_ar.execution.program import node_program
 from topo_ar.execution.rail_group import RailGroup
 from topo_ar.execution.reach import rail_of, why_no_rails
 from topo_ar.execution.recovery import Recovery
-from topo_ar.execution.shared_inputs import STAGED, SharedInputs
+from topo_ar.execution.shared_inputs import SharedInputs
 from topo_ar.execution.slow_nics import ring_rates, with_slow_nics
-from topo_ar.execution.ticket import GroupWork, Pending, Ticket
+from topo_ar.execution.ticket import GroupWork
 from topo_ar.execution.torch_private import backend_of
-from topo_ar.planning.plan import Family, Plan
+from topo_ar.planning.plan import Plan
 from topo_ar.topology.model import Topology, topology_hash
 
 SLOT_NBYTES = 2 << 20
 DEFAULT_TIMEOUT_S = 600.0
-_FLAT = ("flat", Family.FLAT_RING)
-_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 class Communicator:
@@ -114,7 +108,7 @@ class Communicator:
     ) -> None:
         self.bootstrap = bootstrap = Bootstrap(group)
         with ExitStack() as undo, bootstrap.all_or_none():
-            flat = _check_options(plan, timeout_s, reproducible=reproducible)
+            flat = check_options(plan, timeout_s, reproducible=reproducible)
             self._timeout_s = timeout_s
             self._reproducible = reproducible
             self._debug = debug_wanted() if debug is None else debug
@@ -145,19 +139,15 @@ class Communicator:
             self._loop = Loop(pipeline, job, timeout_s, recovery, rail_of(job.nodes, self.rank))
             self._end = weakref.finalize(self, self._loop.abandon)
             self._end.atexit = False
-            self._entrance = Entrance(self._loop)
-            self._host_copies: dict[torch.device, HostCopies] = {}
-            self._nccl: NcclPath | None = None
-            self._lock = threading.Lock()
-            self._next_ticket = 0
-            # By number of elements, dtype and operation: small tensors that are looked up here.
-            self._lines: dict[tuple[int, torch.dtype, dist.ReduceOp.RedOpType], Line] = {}
+            self._calls = Calls(self._loop, job.channel, self._shared)
+            self._device_calls = DeviceCalls(self._calls, self._loop, None)
             self._closed = False
             self._agreement = Agreement(job.channel)
             undo.pop_all()
             undo.callback(self.close)
             if uses_nccl:
-                self._nccl = NcclPath(job.nodes, self.rank, job.channel.name, timeout_s)
+                nccl = NcclPath(job.nodes, self.rank, job.channel.name, timeout_s)
+                self._device_calls = DeviceCalls(self._calls, self._loop, nccl)
             if measure:
                 self.topology = self._with_measured_levels(self.topology)
             self._plans_for = partial(
@@ -170,7 +160,7 @@ class Communicator:
                 reproducible=reproducible,
                 nics=job.nics,
             )
-            self._plans = self._plans_for(self.topology)
+            self._plan_with(self.topology)
             job.channel.all_gather_words([self.rank])  # all have one, or none has
             undo.pop_all()
         alive.add(self)
@@ -191,7 +181,7 @@ class Communicator:
     @property
     def uses_nccl(self) -> bool:
         """Whether CUDA tensors are reduced by NCCL; else they are in host memory."""
-        return self._nccl is not None
+        return self._device_calls.nccl is not None
 
     def all_reduce(
         self,
@@ -237,8 +227,7 @@ class Communicator:
             the plain path where the order of summation is fixed; raised before anything is sent.
         """
         op = check(tensor, op, through_nccl=self.uses_nccl)
-        inline = self._nccl is not None and tensor.is_cuda
-        if self._reproducible and inline:
+        if self._reproducible and self.uses_nccl and tensor.is_cuda:
             raise ValueError(
                 f"reproducible=True does not fix NCCL's order of summation on {tensor.device}; "
                 "move the tensor or make a communicator without it"
@@ -248,18 +237,9 @@ class Communicator:
         if self._debug:
             self._compare_call(tensor, op, name, "plain" if plain else "planned")
         if tensor.numel() == 0 or self.world_size == 1:
-            ticket = Ticket(-1, tensor, Pending(self._loop.drives_here), _nothing, on_done)
-            ticket.complete()
-            return ticket.future
-        if inline:
-            return self._all_reduce_inline(tensor, op, on_done, plain=plain)
-        if tensor.is_cuda:
-            return self._all_reduce_on_host(tensor, op, on_done, plain=plain)
-        prepared = None if plain else self._prepared(tensor, op)
-        with self._lock:
-            ticket = self._ticket(tensor, op, prepared, on_done)
-            self._entrance.submit(ticket)
-        return ticket.future
+            return self._calls.settled(tensor, on_done)
+        calls = self._device_calls if tensor.is_cuda else self._calls
+        return calls.reduce(tensor, op, on_done, plain=plain)
 
     def all_reduce_sync(
         self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM
@@ -276,26 +256,14 @@ class Communicator:
         ExecutionError
             If the collective failed.
         """
-        line = self._lines.get((tensor.numel(), tensor.dtype, op))
-        if (
-            line is not None
-            and not self._debug
-            and is_plain_memory(tensor)
-            and self._run_line(line, tensor, op)
-        ):
+        if not self._debug and self._calls.reduce_known(tensor, op):
             return tensor
         if tensor.device.type != "cpu" or tensor.numel() == 0 or self.world_size == 1:
             return self.all_reduce(tensor, op).wait()
         op = check(tensor, op)
         if self._debug:
             self._compare_call(tensor, op, "")
-        prepared = self._prepared(tensor, op)
-        with self._lock:
-            ticket = self._ticket(tensor, op, prepared)
-            claimed = self._entrance.claim(ticket)
-        if claimed:
-            self._loop.drive(ticket)
-        return ticket.future.wait()
+        return self._calls.reduce_here(tensor, op)
 
     @property
     def groups_reason(self) -> str | None:
@@ -349,7 +317,7 @@ class Communicator:
             self.require_equal({"work of codecs": f"{fingerprint:x}", **tensor_facts(tensor)})
         plain = partial(reduce_plainly, self._job.channel, op=dist.ReduceOp.AVG)
         group_work = GroupWork(work, fingerprint)
-        return self._submit(tensor, group_work, on_done, plain if averages else None)
+        return self._calls.submit(tensor, group_work, on_done, plain if averages else None)
 
     def require_equal(self, facts: Facts) -> "torch.futures.Future[torch.Tensor]":
         """Compare facts with those of all ranks, in the order of the collectives. Collective.
@@ -365,7 +333,7 @@ class Communicator:
             Fails on all ranks, with every collective after it, where the facts differ: they are
             then shown in a table, with the ranks that are not as most are.
         """
-        return self._submit(torch.empty(0), partial(self._agreement.require_equal, facts))
+        return self._calls.submit(torch.empty(0), partial(self._agreement.require_equal, facts))
 
     def gather_rows(
         self, row: torch.Tensor, on_done: Callable[[], None] | None = None
@@ -385,7 +353,8 @@ class Communicator:
             A tensor of one row per rank, in rank order.
         """
         rows = row.new_empty((self.world_size, row.numel()))
-        return self._submit(rows, partial(self._job.channel.gather_rows, row, rows), on_done)
+        gathering = partial(self._job.channel.gather_rows, row, rows)
+        return self._calls.submit(rows, gathering, on_done)
 
     def share(self, tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         """Let co-located ranks read `tensor` where it lies when it is reduced. Collective.
@@ -413,22 +382,7 @@ class Communicator:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise ValueError("only strided tensors on the CPU can be shared")
         fd = self._shared.offer(tensor)
-        return self._submit(tensor, partial(self._shared.register, tensor, fd))
-
-    def _submit(
-        self,
-        tensor: torch.Tensor,
-        work: GroupWork | Callable[[], None],
-        on_done: Callable[[], None] | None = None,
-        plain: Callable[[torch.Tensor], None] | None = None,
-    ) -> Pending:
-        """Let the communication thread do `work` in the order of the collectives."""
-        with self._lock:
-            number = self._next_ticket
-            self._next_ticket = number + 1
-            ticket = Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done, plain)
-            self._entrance.submit(ticket)
-        return ticket.future
+        return self._calls.submit(tensor, partial(self._shared.register, tensor, fd))
 
     def _compare_call(
         self,
@@ -444,113 +398,6 @@ class Communicator:
         beside = (self.uses_nccl and tensor.is_cuda) or tensor.numel() == 0
         if beside and not self._loop.drives_here():
             compared.wait()
-
-    def _run_line(self, line: Line, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> bool:
-        """Reduce a small tensor without ticket and future; False where something is in flight."""
-        with self._lock:
-            if not self._entrance.claim_idle():
-                return False
-            number = self._next_ticket
-            self._next_ticket = number + 1
-        left = self._loop.drive_straight(line, number, tensor.data_ptr())
-        if left is not None:
-            plain = partial(reduce_plainly, self._job.channel, op=op)
-            pending = Pending(self._loop.drives_here)
-            ticket = Ticket(number, tensor, pending, left, None, plain)
-            self._loop.drive_adopted(ticket)
-            ticket.future.wait()
-        return True
-
-    def _prepared(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> Prepared | None:
-        """Return what is planned for the tensor; None where only the plain path will do."""
-        planned = CODES if tensor.device.type == "cpu" else _SUMS
-        if op in planned and tensor.layout is torch.strided:
-            return self._plans.prepared(_real(tensor))
-        return None
-
-    def _ticket(
-        self,
-        tensor: torch.Tensor,
-        op: "dist.ReduceOp.RedOpType",
-        prepared: Prepared | None,
-        on_done: Callable[[], None] | None = None,
-    ) -> Ticket:
-        number = self._next_ticket
-        plain = partial(reduce_plainly, self._job.channel, op=op)
-        work = self._collective(number, tensor, op, prepared) or partial(plain, tensor)
-        self._next_ticket = number + 1
-        return Ticket(number, tensor, Pending(self._loop.drives_here), work, on_done, plain)
-
-    def _all_reduce_inline(
-        self,
-        tensor: torch.Tensor,
-        op: "dist.ReduceOp.RedOpType",
-        on_done: Callable[[], None] | None,
-        *,
-        plain: bool,
-    ) -> "torch.futures.Future[torch.Tensor]":
-        assert self._nccl is not None
-        prepared = None if plain else self._prepared(tensor, op)
-        chunk_nbytes = None
-        if prepared is not None and prepared.plan.family is not Family.FLAT_RING:
-            chunk_nbytes = prepared.plan.chunk_nbytes
-        future = self._nccl.all_reduce(tensor, op, chunk_nbytes)
-        if on_done is not None:
-            on_done()
-        return future
-
-    def _all_reduce_on_host(
-        self,
-        tensor: torch.Tensor,
-        op: "dist.ReduceOp.RedOpType",
-        on_done: Callable[[], None] | None,
-        *,
-        plain: bool,
-    ) -> Pending:
-        copies = self._host_copies.get(tensor.device)
-        if copies is None:
-            copies = self._host_copies[tensor.device] = HostCopies(tensor.device)
-        devices = [tensor.device] if tensor.is_cuda else []
-        future = Pending(self._loop.drives_here, devices)
-        theirs = Ticket(-1, tensor, future, _nothing, on_done)
-        # What can fail on one rank alone comes before its ticket.
-        host = copies.empty_like(tensor)
-        prepared = None if plain else self._prepared(host, op)
-        ready = copies.fetch(tensor, host)
-        with self._lock:
-            ticket = self._ticket(host, op, prepared)
-            ticket.future.add_done_callback(partial(copies.bring_back, theirs))
-            self._entrance.submit(ticket, ready)
-        return future
-
-    def _collective(
-        self,
-        number: int,
-        tensor: torch.Tensor,
-        op: "dist.ReduceOp.RedOpType",
-        prepared: Prepared | None,
-    ) -> Collective | None:
-        if prepared is None or prepared.program is None:
-            return None
-        kernel = self._plans.kernel(tensor.dtype, op)
-        fingerprint = prepared.fingerprint ^ CODES[op]
-        line = None
-        if prepared.straight:
-            key = (tensor.numel(), tensor.dtype, op)
-            line = self._lines.get(key)
-            if line is None:
-                line = self._loop.line(prepared.program, kernel, fingerprint)
-                if line is not None:
-                    self._lines[key] = line
-        return Collective(
-            number=number,
-            fingerprint=fingerprint,
-            program=prepared.program,
-            kernel=kernel,
-            buffer=kernel.view(_real(tensor)),
-            line=line,
-            source=STAGED if prepared.straight else self._shared.source(tensor),
-        )
 
     def plan_anew(self) -> None:
         """Look at hosts and NICs again, and plan for what they are now.
@@ -572,8 +419,7 @@ class Communicator:
             found = self._with_measured_levels(found)
         found = with_slow_nics(channel, self.nodes, found)
         require_equal(channel.all_gather, {"what is measured of the network": topology_hash(found)})
-        self._plans = self._plans_for(found)
-        self._lines.clear()
+        self._plan_with(found)
         self.topology = found
 
     @property
@@ -584,27 +430,27 @@ class Communicator:
     def restore(self, planning: tuple[Plans, Topology]) -> None:
         """Go back to plans that were in use before, on all ranks, while nothing is in flight."""
         self._plans, self.topology = planning
-        self._lines.clear()
+        self._calls.plan_with(self._plans)
+
+    def _plan_with(self, topology: Topology) -> None:
+        self._plans = self._plans_for(topology)
+        self._calls.plan_with(self._plans)
 
     def _with_measured_levels(self, topology: Topology) -> Topology:
         return measure_levels(self._job.channel, self.nodes, topology, self._all_reduce_in_node)
 
     def _all_reduce_in_node(self, tensor: torch.Tensor) -> None:
-        node, kernel = self._job.node, Kernel(tensor.dtype)
+        node = self._job.node
         program = node_program(
             tensor.numel(), len(node.ranks), node.local_rank, tensor.itemsize, SLOT_NBYTES
         )
-        number = self._next_ticket
-        self._next_ticket += 1
-        work = Collective(number, tensor.numel(), program, kernel, kernel.view(tensor))
-        ticket = Ticket(number, tensor, Pending(self._loop.drives_here), work)
-        self._loop.submit(ticket)
-        ticket.future.wait()
+        self._calls.reduce_in_node(tensor, program)
 
     @property
     def error(self) -> ExecutionError | None:
         """The failure that ended this communicator, or None."""
-        return self._loop.error or (self._nccl.error if self._nccl else None)
+        nccl = self._device_calls.nccl
+        return self._loop.error or (nccl.error if nccl else None)
 
     @property
     def plain_reason(self) -> str | None:
@@ -664,12 +510,11 @@ class Communicator:
         self._closed = True
         alive.discard(self)
         self._end.detach()
-        self._lines.clear()  # their views would keep the memory mapped
-        self._entrance.drain(timeout_s)
+        self._calls.drain(timeout_s)
         self._loop.close(timeout_s)
         self._shared.close()
-        if self._nccl is not None:
-            self._nccl.close()
+        if self._device_calls.nccl is not None:
+            self._device_calls.nccl.close()
 
     def forget_after_fork(self) -> None:
         """Let go of everything in a forked child, such as a data loader's worker.
@@ -677,10 +522,9 @@ class Communicator:
         It must not keep connections open after its parent.
         """
         self._end.detach()
-        self._lock = threading.Lock()
-        self._entrance = Entrance(self._loop)
-        if self._nccl is not None:
-            self._nccl.forget()
+        self._calls.forget_after_fork()
+        if self._device_calls.nccl is not None:
+            self._device_calls.nccl.forget()
         self._loop.disown()
         for flow in self._job.flows.values():
             flow.close()
@@ -690,26 +534,3 @@ class Communicator:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _check_options(plan: str | Plan, timeout_s: float, *, reproducible: bool) -> bool:
-    """Return whether `plan` keeps to the plain path; refuse what cannot be."""
-    if isinstance(plan, str) and plan not in MODES:
-        raise ConfigError(f"plan={plan!r} is not one of {', '.join(MODES)} or a Plan")
-    if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
-    flat = plan.family is Family.FLAT_RING if isinstance(plan, Plan) else plan in _FLAT
-    if reproducible and flat:
-        raise ConfigError(
-            "reproducible=True fixes the order of summation, which a flat plan leaves to "
-            "torch.distributed; use another plan"
-        )
-    return flat
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _nothing() -> None:
-    """Do the work of an empty all-reduce."""

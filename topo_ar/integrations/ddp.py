@@ -37,7 +37,7 @@ from topo_ar.integrations.replica_check import ReplicaCheck
 from topo_ar.integrations.target_monitor import TargetMonitor
 from topo_ar.integrations.telemetry_options import Telemetry, telemetry_of
 from topo_ar.integrations.trace import Recorder
-from topo_ar.integrations.unsupported import refuse_unsupported
+from topo_ar.integrations.unsupported import refuse_unsupported, same_group
 from topo_ar.integrations.zero_copy import BucketSharing
 from topo_ar.planning.joint_reasons import cap_name
 from topo_ar.planning.plan import Plan
@@ -337,6 +337,7 @@ def make_handle(
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     recorder = Recorder(names)
     hook = DDPHook(communicator, recorder)
+    hook.require_group = same_group(ddp)
     ddp.register_forward_hook(recorder.forward_done)
     handle = Handle(hook, communicator, recorder, ddp, plan)
     if settings.wanted:

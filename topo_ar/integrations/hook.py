@@ -58,6 +58,8 @@ class DDPHook:
         What says whether a step goes as planned or the plain way; one of the observers.
     advise : callable or None
         Called once, before the first bucket after 20 steps.
+    require_group : callable or None
+        Called before every bucket; raises where the DDP has been given another process group.
     error : BaseException or None
         Why the hook failed.
     """
@@ -70,6 +72,7 @@ class DDPHook:
         self.observers = Observers()
         self.path: PathChooser | None = None
         self.advise: Callable[[], None] | None = None
+        self.require_group: Callable[[], None] | None = None
         self.error: BaseException | None = None
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -81,6 +84,8 @@ class DDPHook:
         if isinstance(bucket, tuple):  # no reducer that would wait, and nobody reads the future
             raise ConfigError(EACH_PARAMETER)
         try:
+            if self.require_group is not None:
+                self.require_group()
             return self.reduce(bucket, bucket.buffer())
         except BaseException as error:
             self.error = error
@@ -151,5 +156,4 @@ class DDPHook:
             advise()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("communicator", "recorder", "compression", "sharing", "path", "advise", "error")
-        return {**dict.fromkeys(names), "observers": Observers()}
+        return {**dict.fromkeys(self.__dict__), "observers": Observers()}

@@ -1,7 +1,8 @@
 """What a DistributedDataParallel must not be for the hook to serve it."""
 
 import logging
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel
@@ -86,3 +87,19 @@ def refuse_fsdp1(strategy: str) -> NoReturn:
         f"attach does not take a FullyShardedDataParallel, here {strategy}, whose hooks are not "
         f"told whose gradients they get: {how}"
     )
+
+
+def same_group(ddp: DistributedDataParallel) -> Callable[[], None]:
+    """Return what refuses to go on once `ddp` has been given another process group."""
+    reference, group = weakref.ref(ddp), ddp.process_group
+
+    def require() -> None:
+        now = reference()
+        if now is not None and now.process_group is not group:
+            raise ConfigError(
+                "this DistributedDataParallel was given another process group "
+                "(_update_process_group), and its hook reduces over the ranks of the one before; "
+                "build a new DistributedDataParallel over the new group, and attach to that"
+            )
+
+    return require
