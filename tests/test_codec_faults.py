@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.compressed_training import attached, batch, model, on_hosts, train_step
 from tests.jobs import blocks
 from topo_ar.compression.powersgd import PowerSGD
+from topo_ar.compression.powersgd_job import Job
 from topo_ar.compression.quantize import BlockInteger
 from topo_ar.compression.topk import TopK
 
@@ -17,7 +18,7 @@ FAULTS = {
     "encode": ("int8", BlockInteger, "encode"),
     "decode": ("int4", BlockInteger, "decode"),
     "reduce": ("topk:0.05", TopK, "reduce"),
-    "factors": ("powersgd:2", PowerSGD, "_left"),
+    "factors": ("powersgd:2", Job, "times_rows"),
     "commit": ("powersgd:2", PowerSGD, "commit"),
 }
 
