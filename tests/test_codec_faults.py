@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.compressed_training import attached, batch, model, on_hosts, train_step
 from tests.jobs import blocks
-from topo_ar.compression.powersgd import PowerSGD
 from topo_ar.compression.powersgd_job import Job
 from topo_ar.compression.quantize import BlockInteger
 from topo_ar.compression.topk import TopK
@@ -19,7 +18,6 @@ FAULTS = {
     "decode": ("int4", BlockInteger, "decode"),
     "reduce": ("topk:0.05", TopK, "reduce"),
     "factors": ("powersgd:2", Job, "times_rows"),
-    "commit": ("powersgd:2", PowerSGD, "commit"),
 }
 
 
