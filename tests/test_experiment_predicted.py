@@ -7,6 +7,8 @@ import pytest
 
 from topo_ar.errors import ConfigError
 from topo_ar.planning.bounds import all_reduce_bound
+from topo_ar.simulation.collective import Simulated
+from topo_ar.simulation.templates import LinkUse
 from topo_ar.telemetry.records import read_records
 from topo_ar.topology.graph import to_networkx
 
@@ -55,6 +57,32 @@ def test_predictions_are_above_the_bound_of_the_hosts():
             edge["bandwidth"] = round(edge.get("bandwidth", 1e12))
         bound = all_reduce_bound(graph, list(topology.ranks))
         assert experiment.predict(row, host) >= row["nbytes"] / float(bound.algbw)
+
+
+def simulated(seconds, nbytes, busy):
+    wire = LinkUse("nic", "ethernet", 2, True, nbytes, busy)
+    inside = LinkUse("shm", "shm", 8, False, nbytes, 1.0)
+    return Simulated(seconds, (), (inside, wire), (), ())
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "needed", "expected"),
+    [
+        (65_536, 0.5, 0.5),  # all of it is saved up while nothing is sent
+        (4_096, 0.1, 0.9),  # no more is saved than is sent
+        (1_000_000, 0.8, 0.9),  # of 1 MB, 125 kB are
+        (25_000_000, 1.0, 1.0),  # nothing is: the wire never rests
+    ],
+)
+def test_a_bucket_saves_up_its_burst_while_nothing_is_sent(nbytes, needed, expected):
+    links_of = {"burst": 125_000 * 1514 / 1448, "mtu": 1500}
+    found = simulated(1.0, nbytes, needed)
+    assert experiment.with_credit(found, links_of) == pytest.approx(expected)
+
+
+def test_without_a_wire_there_is_no_credit():
+    found = Simulated(1.0, (), (), (), ())
+    assert experiment.with_credit(found, {"burst": 131072, "mtu": 1500}) == 1.0
 
 
 def test_folders_without_what_is_needed_are_refused(tmp_path):

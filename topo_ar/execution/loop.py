@@ -43,9 +43,9 @@ logger = logging.getLogger("topo_ar")
 
 YIELDS_BEFORE_BLOCKING = 5
 _PATIENCE = 0.05
-_PATIENCE_S = 0.5
+_PATIENCE_S = 1.0
 # What a thread that gives up needs for patience and to tell its peers.
-_FAREWELL_S = 2.5
+_FAREWELL_S = 5.0
 # How long who leaves stays at hand for ranks that are still at work on what it took part in.
 _LINGER_S = 2.0
 
