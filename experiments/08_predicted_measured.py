@@ -178,7 +178,7 @@ def with_credit(found: Simulated, links_of: Record) -> float:
         return found.seconds
     busiest = max(wires, key=lambda use: use.busy)
     needed = busiest.busy * found.seconds
-    payload = links_of["burst"] * payload_fraction(links_of["mtu"])
+    payload: float = links_of["burst"] * payload_fraction(links_of["mtu"])
     saved = needed * min(1.0, payload / busiest.nbytes)
     return max(needed, found.seconds - saved)
 

@@ -427,7 +427,7 @@ def test_whoever_is_killed_whenever_every_survivor_names_it(ranks, seed) -> None
         assert set(named) <= set(victims), text
 
 
-def _interrupted(rank: int, world_size: int) -> str:
+def _interrupted(rank: int, world_size: int, in_flight: bool) -> str:
     with _make(rank) as made:
         _total(made)
         if rank == 0:
@@ -435,6 +435,8 @@ def _interrupted(rank: int, world_size: int) -> str:
         if rank == 3:
             time.sleep(1.0)
         try:
+            if in_flight:  # then the caller of the next one waits and leaves the work to the thread
+                made.all_reduce(torch.ones(1000))
             for _ in range(2):  # those who had what they need of rank 0 learn it at the next one
                 made.all_reduce_sync(torch.ones(1000))
         except (KeyboardInterrupt, ExecutionError) as error:
@@ -442,8 +444,9 @@ def _interrupted(rank: int, world_size: int) -> str:
     return "nothing"
 
 
-def test_an_interrupted_caller_fails_the_job_with_its_name(ranks) -> None:
-    outcomes = ranks.fresh(_interrupted, 4, deadline_s=10.0)
+@pytest.mark.parametrize("in_flight", [False, True], ids=["driving", "waiting"])
+def test_an_interrupted_caller_fails_the_job_with_its_name(ranks, in_flight) -> None:
+    outcomes = ranks.fresh(_interrupted, 4, in_flight, deadline_s=10.0)
     assert outcomes[0].result == "KeyboardInterrupt "
     for outcome in outcomes[1:]:
         assert "KeyboardInterrupt (reported by rank 0)" in outcome.result

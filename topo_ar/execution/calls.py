@@ -100,7 +100,13 @@ class Calls:
             claimed = self._entrance.claim(ticket)
         if claimed:
             self._loop.drive(ticket)
-        return ticket.future.wait()
+        try:
+            return ticket.future.wait()
+        except Exception:
+            raise
+        except BaseException as error:
+            self._loop.give_up(error)
+            raise
 
     def reduce_known(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> bool:
         """Reduce a small tensor like one before, without ticket and future; False where it is not.

@@ -196,6 +196,11 @@ class Loop:
         finally:
             self._release_driving()
 
+    def give_up(self, error: BaseException) -> None:
+        """Fail the job because of what interrupted a caller that was waiting for its ticket."""
+        self._thrown = Reported(failure_of(error, self.pipeline.rank, Stage.FLAT, -1))
+        self._ring()
+
     def _release_driving(self) -> None:
         # What is still to be sent, or was queued meanwhile, is the thread's.
         if self.pipeline.busy or self._incoming or self._closing:
@@ -278,9 +283,7 @@ class Loop:
     def _served(self, enough: Callable[[], bool]) -> bool:
         """Serve; return False where a failure interrupted it and the job has recovered."""
         try:
-            if self._thrown is not None:
-                thrown, self._thrown = self._thrown, None
-                raise thrown
+            self._raise_thrown()
             self._serve(enough)
         except Exception as error:
             failure = self._failure(error)
@@ -289,6 +292,11 @@ class Loop:
             self._recover(failure)
             return False
         return True
+
+    def _raise_thrown(self) -> None:
+        if self._thrown is not None:
+            thrown, self._thrown = self._thrown, None
+            raise thrown
 
     def _may_recover(self) -> bool:
         return (
@@ -496,6 +504,7 @@ class Loop:
         return 0
 
     def _wait(self) -> None:
+        self._raise_thrown()
         now = time.monotonic()
         overdue_s = now - self._last_move - self.timeout_s
         if overdue_s >= 0:
