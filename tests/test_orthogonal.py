@@ -6,6 +6,7 @@ from topo_ar.compression.orthogonal import cholesky_qr, orthogonalize, orthogona
 
 # What the notes measured for QR and for shifted Cholesky QR; Gram-Schmidt reaches 0.88.
 LIMIT = 7e-7
+UNIT_ROUNDOFF = 2.0**-24
 
 
 def matrix(rows, rank, condition):
@@ -30,10 +31,13 @@ def error(basis):
 @pytest.mark.parametrize("rows", [64, 4096])
 def test_bases_are_orthonormal_and_span_the_columns(rows, rank, condition):
     m = matrix(rows, rank, condition)
-    for method in (orthogonalize, cholesky_qr):
+    # LAPACK sums in single precision, in an order that depends on the processor: a sum of n terms
+    # is off by sqrt(n) roundoffs (Higham and Mary, SIAM J. Sci. Comput. 41, 2019).
+    limits = {orthogonalize: max(LIMIT, rows**0.5 * UNIT_ROUNDOFF), cholesky_qr: LIMIT}
+    for method, limit in limits.items():
         (basis,) = method([m])
         assert basis.shape == m.shape
-        assert error(basis) <= LIMIT
+        assert error(basis) <= limit
         # In double precision: with one thread a dot product of 4096 floats is off by as much.
         wide, exact = basis.double(), m.double()
         assert ((exact @ wide.T) @ wide - exact).norm() <= 2e-6 * exact.norm()
