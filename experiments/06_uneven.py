@@ -10,7 +10,7 @@ the same model of hosts with 08's calibration, goes on to more nodes and losses.
 
 Writes uneven_CASE.jsonl (measured: well, lost-25, lost-50, lost-75, sizes) and
 uneven_simulated.jsonl, a row a candidate: ``experiment`` "uneven", ``simulated``, ``case``,
-``num_nodes``, ``lost`` (share of one node's NIC; null in `sizes`, hosts of unequal numbers of
+``num_nodes``, ``lost_share`` (share of one node's NIC; null in `sizes`, hosts of unequal numbers of
 ranks), ``candidate`` ("plan", "plan:equal", "gloo"), ``nbytes``, ``median_seconds``, ``slowdown``
 (median over the plan's where nothing is lost; in `sizes` over the plan's own), and where measured
 ``seconds``, ``low``, ``high`` (95 % of the slow-down), ``manifest`` and what `topo-ar bench`
@@ -82,7 +82,7 @@ def measured(case: str, out: Path, *, quick: bool) -> Iterator[Record]:
             "simulated": False,
             "case": case,
             "num_nodes": len(spec.nodes),
-            "lost": LOSSES.get(case),
+            "lost_share": LOSSES.get(case),
             "slowdown": found.ratio,
             "low": found.low,
             "high": found.high,
@@ -106,7 +106,7 @@ def simulated(*, quick: bool) -> Iterator[Record]:
                     "simulated": True,
                     "case": SIMULATED,
                     "num_nodes": nodes,
-                    "lost": lost,
+                    "lost_share": lost,
                     "candidate": candidate,
                     "nbytes": NBYTES,
                     "median_seconds": seconds,
@@ -140,13 +140,13 @@ def table(out: Path, *, quick: bool) -> Iterator[str]:
         yield "two samples each: the table shows that it works, not how fast anything is"
     path = path_of(out, SIMULATED, quick=quick)
     known = {
-        (row["num_nodes"], row["lost"], row["candidate"]): row["slowdown"]
+        (row["num_nodes"], row["lost_share"], row["candidate"]): row["slowdown"]
         for row in (read_records(path) if path.exists() else ())
     }
     for case in (*LOSSES, SIZES):
         if path_of(out, case, quick=quick).exists():
             for row in rows_of(out, case, quick=quick):
-                said = known.get((row["num_nodes"], row["lost"], row["candidate"]))
+                said = known.get((row["num_nodes"], row["lost_share"], row["candidate"]))
                 yield (
                     f"{case:8} {row['candidate']:10} {1e3 * row['median_seconds']:7.1f} ms, "
                     f"{row['slowdown']:.2f} [{row['low']:.2f}, {row['high']:.2f}] times as long"
