@@ -1,6 +1,7 @@
 """What runs in the ranks of ``05_compression.py --ddp``: ResNet-18 by all ways in turns."""
 
 import copy
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -144,6 +145,8 @@ def run_rank(announce: Announce) -> None:
     """Do one rank's part under torchrun's environment; rank 0 announces rounds and rows."""
     settings = msgspec.json.decode(os.environ[SETTINGS_ENV], type=Settings)
     torch.set_num_threads(1)
+    # The hooks of a model take turns; those that wait would warn that nobody calls them.
+    logging.getLogger("topo_ar").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
     try:
         for row in train(settings, announce):

@@ -76,7 +76,7 @@ def prepare(results: Path) -> dict[str, Number]:
         If a number that the text or a claim names cannot be had from the records.
     """
     numbers = collect(results)
-    wanted = used_keys() | {claim["number"] for claim in claims()}
+    wanted = used_keys() | {claim["number"] for claim in claims() if "number" in claim}
     missing = sorted(wanted - numbers.keys())
     if missing:
         raise ConfigError(f"the records in {results.name} do not give {', '.join(missing)}")

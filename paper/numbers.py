@@ -187,12 +187,25 @@ def _accuracy(path: Path) -> Named:
         yield f"accuracy-{key}", mean, f"{100 * mean:.1f} %"
 
 
+def _scaling(path: Path) -> Named:
+    rows = [row for row in read_records(path) if row["kind"] == "weak" and row["gpus"] == 1024]
+    for row in rows:
+        system, plan = row["system"].partition(",")[0], row["candidate"].replace(", ", "-")
+        if "Ethernet" in row["system"]:
+            system += " " + row["system"].rpartition(" Gbit/s")[0].rpartition(" ")[2]
+        name = f"{row['model']}-{system.replace(' ', '-').lower()}-{plan}"
+        yield f"scaling-{name}", row["efficiency"], f"{100 * row['efficiency']:.0f} %"
+    slowest = max(row["simulation_seconds"] for row in rows)
+    yield "scaling-simulation-seconds", slowest, f"{slowest:.1f}"
+
+
 _SOURCES: tuple[tuple[str, Callable[[Path], Named]], ...] = (
     ("allreduce_size.jsonl", _all_reduce),
     ("ddp_parity.jsonl", _training),
     ("wire_*.jsonl", _wire),
     ("predicted_measured.jsonl", _simulator),
     ("published.jsonl", _published),
+    ("scaling.jsonl", _scaling),
     ("fault_times.jsonl", _faults),
     ("soak.jsonl", _soak),
     ("compression_accuracy.jsonl", _accuracy),
