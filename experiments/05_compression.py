@@ -20,7 +20,7 @@ samples.
 and with Adam: plain DDP, every codec that the policy admits, the planner's choice and torch's own
 hooks take turns, with --visits steps in a round for those that send little. ``compute`` is a step
 without any communication. compression_ddp.jsonl has a row for each with its raw samples and bytes.
-A piece of it takes less than 4 minutes and is kept when it is whole; rounds that are there already
+A piece of it takes less than 8 minutes and is kept when it is whole; rounds that are there already
 are not made again, and --pieces 1 ends after the next piece.
 
 --table prints the targets, which were set before, beside what the records say.

@@ -69,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 1
     size: int = 8
     width: int = 64
-    piece_seconds: float = 222.0
+    piece_seconds: float = 450.0
     timeout_s: float = 120.0
 
     @property
