@@ -197,7 +197,10 @@ def test_the_verb(monkeypatch, capsys, tmp_path: Path):
     [
         (("nosuch",), "neither a file nor a preset"),
         (("cpu-host", "nosuch"), "neither a file nor a preset"),
-        (("cpu-host", "cpu-host", "cpu-host"), "diff compares one or two topologies, not 3"),
+        (
+            ("cpu-host", "cpu-host", "cpu-host"),
+            "diff compares one or two topologies, or two sets of results, not 3",
+        ),
         (("cpu-host", "dgx-h100", "--nodes", "a", "b"), "--nodes compares two nodes of one"),
         (("cpu-host", "--nodes", "node0", "x"), "has no node 'x'"),
     ],

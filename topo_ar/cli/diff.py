@@ -1,4 +1,4 @@
-"""``topo-ar diff``: what differs between two topologies, or between the nodes of one."""
+"""``topo-ar diff``: what differs between topologies, nodes of one, or sets of results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ _MAX_OF_A_KIND = 8
 
 
 def diff(
-    topologies: Annotated[
+    names: Annotated[
         list[str],
         typer.Argument(
-            metavar="TOPOLOGY [OTHER]",
-            help="One or two topologies: files in any known format, or presets.",
+            metavar="A [B]",
+            help="One or two topologies (files in any known format, or presets), or two sets of "
+            "results (folders with records, or .jsonl files).",
         ),
     ],
     nodes: Annotated[
@@ -33,22 +34,67 @@ def diff(
         typer.Option("--nodes", help="Compare these two nodes of one topology."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, nothing else.")
+        bool,
+        typer.Option("--json", help="Print JSON only: one object; of results a line for each row."),
     ] = False,
 ) -> None:
-    """Say what differs: devices, links, rates, NUMA nodes, path classes, nearest NICs, network.
+    """Say what differs between two topologies, between nodes, or between two sets of results.
 
-    Of one topology, each node is compared with the most common make of node. The exit code is 0
-    where nothing differs, 1 where something does, 2 for bad input.
+    Topologies: devices, links, rates, NUMA nodes, path classes, nearest NICs, network. Of one
+    topology, each node is compared with the most common make of node. The exit code is 0 where
+    nothing differs, 1 where something does, 2 for bad input.
+
+    Results: for each row in both sets, the ratio of medians, B over A, with a 95 % interval from
+    the raw samples. A row is unchanged where its interval holds 1; of many unchanged rows one in
+    twenty falls outside by chance, and an interval knows nothing of how runs differ. The exit code
+    is 0 where nothing is slower, 1 where something is, 2 for bad input or nothing to compare.
 
     Example: topo-ar diff yesterday.xml today.xml
 
     Example: topo-ar diff cluster.json --nodes node3 node17
+
+    Example: topo-ar diff results-before results-after
     """
+    if len(names) > 2:
+        raise ConfigError(
+            f"diff compares one or two topologies, or two sets of results, not {len(names)}"
+        )
+    if _are_results(names):
+        if nodes is not None:
+            raise ConfigError("--nodes compares two nodes of one topology; leave it out")
+        from topo_ar.cli.diff_results import diff_results
+
+        raise typer.Exit(diff_results(names, as_json=as_json))
+    diff_topologies(names, nodes, as_json=as_json)
+
+
+def _are_results(names: Sequence[str]) -> bool:
+    """Return whether sets of results are meant, and not topologies.
+
+    Raises
+    ------
+    ConfigError
+        If one of each is named.
+    """
+    from topo_ar.telemetry.result_sets import is_result_set
+    from topo_ar.topology.presets import PRESETS
+
+    results = [name for name in names if name not in PRESETS and is_result_set(name)]
+    others = [name for name in names if name not in results]
+    if results and others:
+        raise ConfigError(
+            f"{results[0]} is a set of results and {others[0]} is not (it is no folder and does "
+            "not end in .jsonl); compare two of one kind"
+        )
+    return bool(results)
+
+
+def diff_topologies(
+    topologies: Sequence[str], nodes: tuple[str, str] | None, *, as_json: bool
+) -> None:
+    """Print what differs between topologies or nodes; ends with 1 where something does."""
     from topo_ar.topology.diff import compare, compare_nodes, odd_nodes
 
-    if len(topologies) > 2:
-        raise ConfigError(f"diff compares one or two topologies, not {len(topologies)}")
     if nodes is not None and len(topologies) == 2:
         raise ConfigError("--nodes compares two nodes of one topology; name one, or leave it out")
     first, _ = load_several(topologies[:1])

@@ -18,6 +18,7 @@ Interval = tuple[float, float]
 
 _NUM_RESAMPLES = 9999
 _SEED = 20_240_229
+_MOST_PICKS = 2_000_000
 
 
 def algbw(nbytes: int, seconds: float) -> float:
@@ -255,6 +256,37 @@ def speedup_interval(baseline: Sequence[float], candidate: Sequence[float]) -> R
     return RatioInterval(ratio, float(low), float(high), len(baseline))
 
 
+def slowdown_interval(before: Sequence[float], after: Sequence[float]) -> RatioInterval:
+    """Return how many times as long `after` takes: the ratio of medians, and where it may lie.
+
+    The samples are of two runs and nothing pairs them: each side is resampled by itself
+    (percentile bootstrap), so their numbers may differ; `num_samples` is the smaller one. The
+    interval knows how samples scatter within each run, not how runs differ from each other.
+
+    Parameters
+    ----------
+    before, after : sequence of float
+        Seconds.
+
+    Raises
+    ------
+    ConfigError
+        If a side has fewer than 2 samples, or one that is not above 0.
+    """
+    import numpy as np
+
+    fewest = min(len(before), len(after))
+    if fewest < 2:
+        raise ConfigError(
+            f"{len(before)} and {len(after)} samples cannot be compared; each run needs 2"
+        )
+    _check_samples(before, after)
+    rng = np.random.default_rng(_SEED)
+    medians = [_medians_of_resamples(row, rng) for row in (before, after)]
+    low, high = np.quantile(medians[1] / medians[0], [0.025, 0.975])
+    return RatioInterval(median(after) / median(before), float(low), float(high), fewest)
+
+
 def exposed_interval(
     baseline: Sequence[float], candidate: Sequence[float], compute: Sequence[float]
 ) -> RatioInterval:
@@ -312,10 +344,31 @@ def _resampled_medians(*rows: Sequence[float]) -> "NDArray[np.float64]":
             f"{' and '.join(str(len(row)) for row in rows)} samples cannot be compared; "
             "interleave runs of at least 2 samples each"
         )
-    if min(map(min, rows)) <= 0:
-        raise ConfigError("a sample of 0 seconds or less cannot be compared; repeat the timing")
+    _check_samples(*rows)
     samples = np.array(rows, dtype=np.float64)
     rng = np.random.default_rng(_SEED)
     picks = rng.integers(samples.shape[1], size=(_NUM_RESAMPLES, samples.shape[1]))
     medians: NDArray[np.float64] = np.median(samples[:, picks], axis=2)
     return medians
+
+
+def _medians_of_resamples(
+    row: Sequence[float], rng: "np.random.Generator"
+) -> "NDArray[np.float64]":
+    """Return the median of every resample of one row, in blocks that bound the memory."""
+    import numpy as np
+
+    samples = np.array(row, dtype=np.float64)
+    block = max(1, _MOST_PICKS // len(row))
+    return np.concatenate(
+        [
+            np.median(samples[rng.integers(len(row), size=(count, len(row)))], axis=1)
+            for begin in range(0, _NUM_RESAMPLES, block)
+            for count in [min(block, _NUM_RESAMPLES - begin)]
+        ]
+    )
+
+
+def _check_samples(*rows: Sequence[float]) -> None:
+    if min(map(min, rows)) <= 0:
+        raise ConfigError("a sample of 0 seconds or less cannot be compared; repeat the timing")

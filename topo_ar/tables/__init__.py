@@ -1,0 +1,1 @@
+"""One table a function, from records or from a computation; `catalogue` knows all of them."""
