@@ -67,6 +67,12 @@ def test_a_job_that_waits_for_a_slow_network() -> None:
     assert by_kind["bf16"].line.startswith("topo-ar run --compression bf16")
 
 
+def test_what_keeps_gains_from_being_true_is_said() -> None:
+    flat, planned = plans(125e6, 0.2)
+    found = advise(observed(0.5, 0.2, cautions=["oversubscribed cores: 4 ranks"]), flat, planned)
+    assert found.cautions == ["oversubscribed cores: 4 ranks"]
+
+
 def test_a_job_that_computes_is_left_alone() -> None:
     flat, planned = plans(12.5e9, 0.2)
     found = advise(observed(0.5, 0.004), flat, planned)

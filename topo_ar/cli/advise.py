@@ -120,4 +120,6 @@ def _print(advice: "Advice") -> None:
             f"\n{number}. {each.kind.replace('_', ' ')}: {each.gain:.2f} times as fast "
             f"({each.low:.2f} - {each.high:.2f})\n   {each.why}\n   {each.line}"
         )
+    for caution in advice.cautions:
+        print(f"\nGains are those of ranks with a core each. Here, {caution}")
     sys.stdout.flush()

@@ -32,6 +32,7 @@ from topo_ar.integrations.trace import Recorder
 from topo_ar.planning.job_advice import Interface, Observed, advise
 from topo_ar.planning.policy import parse_policy
 from topo_ar.telemetry.bucket_trace import StepTrace
+from topo_ar.topology.host_findings import core_findings, launched
 from topo_ar.topology.interfaces import Kernel, find_interfaces
 
 # DDP rebuilds its buckets after the first step or the second, and the first steps are no measure.
@@ -127,6 +128,7 @@ class Observation:
             [row["exposed"] for row in rows],
             cap,
             _interfaces(communicator.rank),
+            _cautions(),
         )
         flat, planned = (
             advice(trace, communicator, plan, cap, devices, parse_policy(policy))
@@ -176,3 +178,11 @@ def _interfaces(rank: int) -> list[Interface]:
         for nic in find_interfaces(Path("/sys"), Kernel()).nics
         if not nic.is_rdma
     ]
+
+
+def _cautions() -> list[str]:
+    ranks = launched(os.environ)
+    if ranks is None:
+        return []
+    found = core_findings(*ranks, len(os.sched_getaffinity(0)))
+    return [f"{each.about}: {each.text}; {each.remedy}" for each in found]

@@ -45,6 +45,8 @@ class Observed(msgspec.Struct, frozen=True):
         DDP's bucket cap; None for torch's default.
     interfaces : list of Interface
         Of rank 0's host.
+    cautions : list of str
+        What keeps its times from being those of the job alone.
     """
 
     step_seconds: list[list[float]]
@@ -52,6 +54,7 @@ class Observed(msgspec.Struct, frozen=True):
     exposed_seconds: list[list[float]]
     cap_mib: float | None
     interfaces: list[Interface] = []
+    cautions: list[str] = []
 
 
 class Suggestion(msgspec.Struct, frozen=True):
@@ -82,7 +85,11 @@ class Suggestion(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """What was seen, and suggestions in order of their gains; none for a job that computes."""
+    """What was seen, and suggestions in order of their gains; none for a job that computes.
+
+    Gains take a core for each rank for granted, and communication not to slow down computation;
+    `cautions` say where that is not so.
+    """
 
     world_size: int
     num_nodes: int
@@ -93,6 +100,7 @@ class Advice(msgspec.Struct, frozen=True):
     predicted_exposed_seconds: float
     suggestions: list[Suggestion]
     verdict: str
+    cautions: list[str] = []
     schema: int = SCHEMA_VERSION
 
 
@@ -144,6 +152,7 @@ def advise(observed: Observed, flat: TrainingPlan, planned: TrainingPlan) -> Adv
         predicted_exposed_seconds=flat.reference_exposed_seconds,
         suggestions=worth,
         verdict=_verdict(worth, step, exposed),
+        cautions=observed.cautions,
     )
 
 
